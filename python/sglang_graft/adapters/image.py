@@ -1,0 +1,133 @@
+"""Packing: a checked adapter becomes page-sized pieces, ready for one copy per page."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang_graft.adapters.adapter import Adapter, Delta
+from sglang_graft.adapters.errors import AdapterError
+from sglang_graft.adapters.tiles import TILE_ALIGNMENT, SideName, Tile, TileMap
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterImage:
+    """An adapter packed at its true ranks.
+
+    `pages` is uint8 `[n, page_bytes]` on the host (pinned if asked). Tile `tile[i]` of the tile map
+    starts at byte `offset[i]` of page `page[i]`; the three are `[k]`, ascending by tile. `ranks`
+    and `scales` are `[columns]`, 0 where the adapter does not touch the linear. `nbytes` counts the
+    weights alone, without what alignment and the ends of pages leave unused.
+    """
+
+    identity: str
+    pages: torch.Tensor
+    tile: npt.NDArray[np.int32]
+    page: npt.NDArray[np.int32]
+    offset: npt.NDArray[np.int64]
+    ranks: npt.NDArray[np.int32]
+    scales: npt.NDArray[np.float32]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """A tile and the `[ranks, features]` view of the matrix whose bytes go there."""
+
+    tile: int
+    source: torch.Tensor
+    nbytes: int
+
+
+def pack(adapter: Adapter, tile_map: TileMap, *, pin: bool = False) -> AdapterImage:
+    """Pack `adapter`; deterministic, and linears that it does not touch take no bytes.
+
+    Raises AdapterError when a rank is above `tile_map.max_rank`. `pin` needs a CUDA device.
+    """
+    _check_ranks(adapter, tile_map)
+    pieces = [
+        piece
+        for (layer, name), delta in adapter.deltas.items()
+        for piece in _pieces(tile_map, layer, name, delta)
+    ]
+    pieces.sort(key=lambda piece: piece.tile)
+    places, count = place([piece.nbytes for piece in pieces], tile_map.page_bytes)
+    # Zeros, not empty: unused bytes are copied too, and an image must not depend on old memory.
+    pages = torch.zeros((count, tile_map.page_bytes), dtype=torch.uint8, pin_memory=pin)
+    for piece, (page, offset) in zip(pieces, places, strict=True):
+        room = pages[page, offset : offset + piece.nbytes]
+        room.view(piece.source.dtype).view(piece.source.shape).copy_(piece.source)
+    ranks, scales = _columns(adapter, tile_map)
+    return AdapterImage(
+        identity=adapter.identity,
+        pages=pages,
+        tile=np.array([piece.tile for piece in pieces], dtype=np.int32),
+        page=np.array([page for page, _ in places], dtype=np.int32),
+        offset=np.array([offset for _, offset in places], dtype=np.int64),
+        ranks=ranks,
+        scales=scales,
+        nbytes=sum(piece.nbytes for piece in pieces),
+    )
+
+
+def place(sizes: list[int], page_bytes: int) -> tuple[list[tuple[int, int]], int]:
+    """First-fit decreasing: `(page, offset)` of each size in bytes, and the number of pages.
+
+    Ties go by position. A page that once had no room for a size never has room for it again, so one
+    pointer per distinct size replaces the search from page 0: O(n log n + distinct sizes * pages).
+    """
+    places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    used: list[int] = []
+    page, current = 0, 0
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        size = sizes[index]
+        assert 0 < size <= page_bytes, f"tile of {size} bytes, page of {page_bytes}"
+        if size != current:
+            page, current = 0, size
+        while page < len(used) and used[page] + size > page_bytes:
+            page += 1
+        if page == len(used):
+            used.append(0)
+        places[index] = (page, used[page])
+        used[page] += -(-size // TILE_ALIGNMENT) * TILE_ALIGNMENT
+    return places, len(used)
+
+
+def _check_ranks(adapter: Adapter, tile_map: TileMap) -> None:
+    for (layer, name), delta in adapter.deltas.items():
+        if delta.rank > tile_map.max_rank:
+            raise AdapterError(
+                adapter.path,
+                f"layer {layer} {name}",
+                f"wanted a rank of at most {tile_map.max_rank}, got {delta.rank}; "
+                "set --max-lora-rank to at least that",
+            )
+
+
+def _pieces(tile_map: TileMap, layer: int, name: str, delta: Delta) -> Iterator[_Piece]:
+    sides: tuple[tuple[SideName, torch.Tensor], ...] = (("A", delta.a), ("B", delta.b.t()))
+    for side, matrix in sides:
+        wanted = [delta.rank, tile_map.side(layer, name, side).features]
+        assert list(matrix.shape) == wanted, (name, side, matrix.shape, wanted)
+        assert matrix.dtype == tile_map.spec.dtype, (matrix.dtype, tile_map.spec.dtype)
+        for tile in tile_map.tiles_of(layer, name, side, delta.rank):
+            source = _cut(matrix, tile)
+            yield _Piece(tile.index, source, source.numel() * tile_map.itemsize)
+
+
+def _cut(matrix: torch.Tensor, tile: Tile) -> torch.Tensor:
+    return matrix[tile.rank_start : tile.rank_stop, tile.start : tile.stop]
+
+
+def _columns(
+    adapter: Adapter, tile_map: TileMap
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    ranks = np.zeros(tile_map.columns, dtype=np.int32)
+    scales = np.zeros(tile_map.columns, dtype=np.float32)
+    for (layer, name), delta in adapter.deltas.items():
+        column = tile_map.column(layer, name)
+        ranks[column] = delta.rank
+        scales[column] = delta.scale
+    return ranks, scales

@@ -1,0 +1,24 @@
+"""Tokens that an adapter adds to the vocabulary, which a shared base model cannot have."""
+
+from pathlib import Path
+
+from sglang_graft.adapters.errors import AdapterError
+from sglang_graft.adapters.files import read_json_object
+from sglang_graft.adapters.spec import ModelSpec
+
+_FILE_NAME = "added_tokens.json"
+
+
+def refuse_new_tokens(folder: Path, spec: ModelSpec) -> None:
+    """Raise AdapterError when `added_tokens.json` holds an id that the base model has no row for.
+
+    Trainers copy the base tokenizer beside the adapter, so ids inside the vocabulary are not new.
+    """
+    file = folder / _FILE_NAME
+    if spec.vocab_size is None or not file.is_file():
+        return
+    for token, number in read_json_object(file).items():
+        if not isinstance(number, int) or number >= spec.vocab_size:
+            raise AdapterError(
+                file, repr(token), f"wanted an id below {spec.vocab_size}, got {number!r}"
+            )

@@ -1,0 +1,113 @@
+"""Records of the unified tree: adapter nodes on the first level, KV nodes below, results."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple, TypeAlias
+
+# (value when pushed, serial, push number, node). The push number keeps tuples comparable when
+# one node has a live and a dead entry of equal value.
+Entry: TypeAlias = "tuple[float, int, int, Node]"
+
+
+class State(enum.Enum):
+    """Where an adapter's weights are, seen from the device."""
+
+    ABSENT = "absent"  # no pages
+    LOADING = "loading"  # pages are taken, the copy into them is under way
+    RESIDENT = "resident"  # the copy has landed (the base model is always here)
+
+
+class Node:
+    """A page-aligned run of tokens and the pages that hold its KV.
+
+    key: the run's tokens as native int64 bytes, 8 * page_tokens bytes a page.
+    edge: the name under which `parent.children` lists this node: the bytes of its first page,
+        followed by the salt if the parent is an adapter node.
+    pages: page numbers, one a page of `key`.
+    lock: requests that hold this node or one below it; 0 = evictable.
+    hits: matches that passed through it; last_use: logical clock of the last match or insert.
+    serial: creation order in the tree, the last word in every decision.
+    entry: its live record in the victim heap, None if it has none.
+    """
+
+    __slots__ = (
+        "adapter",
+        "children",
+        "edge",
+        "entry",
+        "hits",
+        "key",
+        "last_use",
+        "lock",
+        "pages",
+        "parent",
+        "serial",
+    )
+
+    def __init__(self, serial: int, key: bytes, pages: list[int], edge: bytes) -> None:
+        self.serial = serial
+        self.key = key
+        self.pages = pages
+        self.edge = edge
+        self.parent: Node | None = None
+        self.adapter: AdapterNode
+        self.children: dict[bytes, Node] = {}
+        self.lock = 0
+        self.hits = 0
+        self.last_use = 0
+        self.entry: Entry | None = None
+
+    def is_victim(self) -> bool:
+        """Whether eviction may take it now: unlocked, nothing below, something to give back.
+
+        The last condition also excludes the base model and absent adapters.
+        """
+        return self.lock == 0 and not self.children and bool(self.pages)
+
+
+class AdapterNode(Node):
+    """The namespace of one adapter identity; `pages` are the pages of its weights.
+
+    identity: None is the base model.   weight_pages: pages that a load takes.
+    kv_pages: pages of the KV nodes below.   loads, evictions: how often the weights came and went.
+    dropped: forgotten by the tree; it matches nothing and leaves with its last lock.
+    """
+
+    __slots__ = ("dropped", "evictions", "identity", "kv_pages", "loads", "state", "weight_pages")
+
+    def __init__(self, serial: int, identity: str | None, weight_pages: int) -> None:
+        super().__init__(serial, b"", [], b"")
+        self.adapter = self
+        self.identity = identity
+        self.weight_pages = weight_pages
+        self.state = State.ABSENT
+        self.kv_pages = 0
+        self.loads = 0
+        self.evictions = 0
+        self.dropped = False
+
+
+class Match(NamedTuple):
+    """The longest cached prefix; valid until the next evict or load unless `node` is locked.
+
+    pages: page numbers from the first token on, a list of the caller's own.
+    node: the last node of the prefix; the adapter node if nothing matched.
+    """
+
+    pages: list[int]
+    node: Node
+
+
+class Insertion(NamedTuple):
+    """What an insert left in the tree.
+
+    node: the last node of the run (lock this one).   cached_tokens_before: tokens of the run that
+    were already cached.   duplicates: caller's pages that went back to the ledger.   pages: the
+    page numbers of the whole run as the tree holds it now; use these in place of the caller's.
+    """
+
+    node: Node
+    cached_tokens_before: int
+    duplicates: int
+    pages: list[int]

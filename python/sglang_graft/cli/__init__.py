@@ -1,0 +1,1 @@
+"""The `graft` command and the demo that it carries."""

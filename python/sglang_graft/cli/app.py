@@ -1,0 +1,71 @@
+"""The `graft` command."""
+
+import json
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+
+from sglang_graft import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Graft: many LoRA adapters and their KV in one GPU memory pool, for SGLang.",
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Keep subcommand names in use even while there are few of them."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check versions, devices and every hook; exit 1 with the remedy when something is off."""
+    from sglang_graft.cli.doctor import examine, show
+
+    report = examine()
+    if as_json:
+        typer.echo(report.model_dump_json())
+    else:
+        show(report, Console())
+    raise typer.Exit(0 if report.healthy else 1)
+
+
+@app.command()
+def pool(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:30000",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Show what the pool of a running server holds."""
+    from sglang_graft.cli.pool_table import show_pool
+
+    try:
+        response = httpx.get(f"{url.rstrip('/')}/graft/pool", timeout=30)
+        response.raise_for_status()
+    except httpx.HTTPError as error:
+        typer.echo(f"{url}: {error}. Is a server with --enable-graft running there?", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps(response.json()))
+    else:
+        show_pool(response.json(), Console())
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

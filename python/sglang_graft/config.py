@@ -1,0 +1,103 @@
+"""The one table of Graft's options: flag, environment name, type, default, unit and meaning.
+
+A flag wins over its environment name. The resolved options travel to the scheduler processes as
+JSON in `CONFIG_ENV`; nothing else reads the environment.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+CONFIG_ENV = "GRAFT_CONFIG"
+"""Carries the resolved options from the main process to the processes that it starts."""
+
+
+def _option(default: Any, flag: str, meaning: str, unit: str = "") -> Any:
+    env = flag.removeprefix("--").upper().replace("-", "_")
+    if not env.startswith("GRAFT_"):
+        env = "GRAFT_" + env.replace("_GRAFT", "")
+    extra = {"flag": flag, "env": env, "unit": unit}
+    return Field(default=default, description=meaning, json_schema_extra=extra)
+
+
+class GraftConfig(BaseModel):
+    """Graft's own options. SGLang's flags keep their names and meanings beside them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enable: bool = _option(
+        False, "--enable-graft", "Serve adapters and KV from one pool (turns LoRA on by itself)."
+    )
+    policy: str = _option("lru", "--graft-policy", "Which node leaves first when the pool is full.")
+    check: bool = _option(
+        False,
+        "--graft-check",
+        "Check every invariant of tree and pool after each change (slow; for tests and bug reports).",
+    )
+
+
+class OptionInfo(BaseModel):
+    """One row of the option table, as flags, `graft doctor` and the documents show it."""
+
+    name: str
+    flag: str
+    env: str
+    default: bool | str
+    unit: str
+    meaning: str
+
+
+def option_table() -> list[OptionInfo]:
+    """Every option, in the order in which `GraftConfig` declares them."""
+    rows = []
+    for name, field in GraftConfig.model_fields.items():
+        extra = field.json_schema_extra
+        assert isinstance(extra, dict), f"option {name} has no flag and environment name"
+        rows.append(
+            OptionInfo(
+                name=name,
+                flag=str(extra["flag"]),
+                env=str(extra["env"]),
+                default=field.default,
+                unit=str(extra["unit"]),
+                meaning=field.description or "",
+            )
+        )
+    return rows
+
+
+def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> GraftConfig:
+    """Options from parsed `flags` (by option name), then the environment, then defaults.
+
+    Raises ValueError that names the flag and the environment name of a bad value.
+    """
+    values: dict[str, Any] = {}
+    for row in option_table():
+        if row.name in flags:
+            values[row.name] = flags[row.name]
+        elif row.env in environ:
+            values[row.name] = environ[row.env]
+    try:
+        return GraftConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        row = next(row for row in option_table() if row.name == first["loc"][0])
+        raise ValueError(
+            f"{row.flag} (or {row.env}): {first['msg']}, got {first['input']!r}"
+        ) from None
+
+
+def publish(config: GraftConfig) -> None:
+    """Hand `config` to the processes that this one starts; a disabled one is taken away."""
+    if config.enable:
+        os.environ[CONFIG_ENV] = config.model_dump_json()
+    else:
+        os.environ.pop(CONFIG_ENV, None)
+
+
+def published() -> GraftConfig | None:
+    """The options that a parent process published, or None where Graft is off."""
+    text = os.environ.get(CONFIG_ENV)
+    return None if text is None else GraftConfig.model_validate_json(text)

@@ -1,0 +1,33 @@
+"""Entry point `sglang.srt.plugins: graft`, which SGLang runs in the main and scheduler processes.
+
+Without `--enable-graft` only the flags appear; nothing else of SGLang is touched.
+"""
+
+import multiprocessing
+
+from sglang_graft import SGLANG_VERSION, config
+from sglang_graft.engine.hooks import HookError, register
+
+
+def check_version() -> None:
+    """Raise HookError when another SGLang than the pinned one is installed."""
+    import sglang
+
+    if sglang.__version__ != SGLANG_VERSION:
+        raise HookError(
+            f"Graft needs sglang=={SGLANG_VERSION}, got {sglang.__version__}; install the pinned one"
+        )
+
+
+def activate() -> None:
+    """Register what this process needs."""
+    check_version()
+    from sglang_graft.engine import flags
+
+    flags.add_backend_choice()
+    register(flags.HOOKS)
+    if multiprocessing.parent_process() is not None and config.published() is not None:
+        # A child of a server that has Graft on. Imported here, because it imports the scheduler.
+        from sglang_graft.engine import scheduler
+
+        scheduler.install()

@@ -1,0 +1,191 @@
+"""The allocator that SGLang sees: page numbers live on the host, only token ids go to the device.
+
+Target (0.5.17): `KVCacheConfigurator._build_token_to_kv_pool_allocator`. Reason: adapters, cached
+KV and running KV take pages from one ledger, in any order, without asking the device for page
+numbers. SGLang's own paged allocator keeps its free list on the device and needs Triton.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+
+from sglang_graft.engine.hooks import Hook
+from sglang_graft.engine.pool import Pool, get_pool
+from sglang_graft.pool import Owner
+
+IdArray = npt.NDArray[np.int64]
+
+
+def upload(ids: IdArray, device: torch.device | str) -> torch.Tensor:
+    """Host ids as an int64 tensor on `device`, without waiting for the copy."""
+    host = torch.from_numpy(np.ascontiguousarray(ids))
+    if torch.device(device).type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host
+
+
+class ArenaAllocator(BaseTokenToKVPoolAllocator):
+    """Token ids for running requests, out of the pool's ledger.
+
+    After each allocation `last_rows` holds, for each request of the batch in order, the pages that
+    it got; `page_table` moves them into the requests' rows.
+    """
+
+    def __init__(self, pool: Pool, size: int, dtype: torch.dtype, device: str, kvcache: Any):
+        super().__init__(size, pool.layout.page_tokens, dtype, device, kvcache, need_sort=False)
+        self.pool = pool
+        self.last_rows: list[list[int]] = []
+
+    @property
+    def free_pages(self) -> torch.Tensor:
+        """Free pages as SGLang's checks number them: `dense id // page_size`."""
+        pages = np.asarray(self.pool.ledger.pages_of(Owner.FREE), dtype=np.int64)
+        stride = self.pool.layout.ids_per_page // self.page_size
+        return upload(pages * stride, self.device)
+
+    @free_pages.setter
+    def free_pages(self, value: None) -> None:
+        # The base class assigns None in its constructor; the ledger is the free list.
+        assert value is None, "free pages belong to the ledger"
+
+    @property
+    def release_pages(self) -> torch.Tensor:
+        """Always empty: a freed page is free at once."""
+        return torch.empty(0, dtype=torch.int64, device=self.device)
+
+    @release_pages.setter
+    def release_pages(self, value: None) -> None:
+        assert value is None, "free pages belong to the ledger"
+
+    def available_size(self) -> int:
+        """Tokens that can be allocated without evicting anything."""
+        return self.pool.ledger.free * self.page_size
+
+    def clear(self) -> None:
+        """After a flush: nothing may still be running on the pool."""
+        running = self.pool.ledger.count(Owner.KV_RUNNING)
+        assert running == 0, f"{running} pages still belong to running requests at clear()"
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """Whole pages for `need_size` tokens, or None when they do not fit."""
+        pages = self.pool.ledger.take(self.pool.layout.pages_for(need_size), Owner.KV_RUNNING)
+        if pages is None:
+            return None
+        self.last_rows = [pages]
+        return upload(self.pool.layout.dense_ids(pages)[:need_size], self.device)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        """Ids `[extend_num_tokens]` for tokens prefix..seq of each request, or None: no room.
+
+        A request whose prefix ends inside a page goes on behind `last_loc`, which only the device
+        knows; all other ids are made here.
+        """
+        size = self.page_size
+        starts, ends = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
+        counts = (-(-ends // size)) - (-(-starts // size))
+        taken = self.pool.ledger.take(int(counts.sum()), Owner.KV_RUNNING)
+        if taken is None:
+            return None
+        self.last_rows = _split(taken, counts)
+        tails = np.minimum(ends, -(-starts // size) * size) - starts
+        parts = [
+            np.concatenate([np.zeros(tail, np.int64), self._ids(pages, int(end - start - tail))])
+            for tail, pages, start, end in zip(tails, self.last_rows, starts, ends, strict=True)
+        ]
+        ids = upload(np.concatenate(parts), self.device)
+        if tails.any():
+            ids += self._tail_ids(tails, ends - starts, last_loc)
+        return ids
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        """One id `[B]` a request, its token number `seq_lens - 1`, or None: no room."""
+        fresh = (seq_lens_cpu.numpy() - 1) % self.page_size == 0
+        taken = self.pool.ledger.take(int(fresh.sum()), Owner.KV_RUNNING)
+        if taken is None:
+            return None
+        self.last_rows = _split(taken, fresh.astype(np.int64))
+        if not taken:
+            return last_loc.to(torch.int64) + 1
+        first = np.full(len(fresh), -1, dtype=np.int64)
+        first[fresh] = np.asarray(taken, dtype=np.int64) * self.pool.layout.ids_per_page
+        new = upload(first, self.device)
+        return torch.where(new >= 0, new, last_loc.to(torch.int64) + 1)
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Free the pages of device ids. Waits for the device: only paths outside the tree use it."""
+        ids = free_index.cpu().numpy().astype(np.int64)
+        pages = np.unique(self.pool.layout.page_numbers(ids)).tolist()
+        self.pool.ledger.give(pages, Owner.KV_RUNNING)
+
+    def _ids(self, pages: list[int], tokens: int) -> IdArray:
+        return self.pool.layout.dense_ids(pages)[:tokens]
+
+    def _tail_ids(self, tails: IdArray, lengths: IdArray, last_loc: torch.Tensor) -> torch.Tensor:
+        """Ids of tokens that finish a page begun earlier, 0 elsewhere, `[sum(lengths)]`."""
+        parts, rows = [], []
+        for row, (tail, length) in enumerate(zip(tails, lengths, strict=True)):
+            parts.append(np.where(np.arange(length) < tail, np.arange(1, length + 1), 0))
+            rows.append(np.full(length, row))
+        step = upload(np.concatenate(parts).astype(np.int64), self.device)
+        row_of = upload(np.concatenate(rows).astype(np.int64), self.device)
+        return torch.where(step > 0, last_loc.to(torch.int64)[row_of] + step, 0)
+
+
+def _split(pages: list[int], counts: IdArray) -> list[list[int]]:
+    ends = np.cumsum(counts)
+    return [pages[end - count : end] for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
+
+
+def build_allocator(
+    original: Callable[..., Any],
+    self: Any,
+    *,
+    sizes: Any,
+    token_to_kv_pool: Any,
+    is_dsv4_model: bool,
+    req_to_token_pool: Any,
+    token_to_kv_pool_allocator: Any,
+) -> ArenaAllocator:
+    """AROUND `_build_token_to_kv_pool_allocator`."""
+    assert token_to_kv_pool_allocator is None, "a draft worker was refused at start"
+    return ArenaAllocator(
+        get_pool(),
+        sizes.max_total_num_tokens,
+        dtype=self.kv_cache_dtype,
+        device=self.device,
+        kvcache=token_to_kv_pool,
+    )
+
+
+HOOKS = (
+    Hook(
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+        "._build_token_to_kv_pool_allocator",
+        kind="around",
+        function=build_allocator,
+        parameters=(
+            "self",
+            "sizes",
+            "token_to_kv_pool",
+            "is_dsv4_model",
+            "req_to_token_pool",
+            "token_to_kv_pool_allocator",
+        ),
+        reason="pages for running requests come from the shared ledger",
+    ),
+)

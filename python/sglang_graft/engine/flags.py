@@ -1,0 +1,123 @@
+"""Graft's flags, and what `--enable-graft` sets in SGLang's own.
+
+Targets (0.5.17): `ServerArgs.add_cli_args`, where the parser is built, and
+`ServerArgs.__post_init__`, where every way to start a server (launch_server, `sglang serve`,
+Engine) resolves its arguments. Flags reach `__post_init__` through argparse actions that record
+them, so that a flag which parses can never be ignored.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang_graft import config
+from sglang_graft.engine import refusals
+from sglang_graft.engine.hooks import Hook, verify
+from sglang_graft.engine.page_size import default_page_size
+
+BACKEND = "graft"
+DEFAULT_SLOTS = 64
+DEFAULT_MAX_RANK = 256
+_flags: dict[str, Any] = {}
+
+
+class _Unset(int):
+    """SGLang's own default of --max-loras-per-batch, told apart from a value that a user gave."""
+
+
+class _Record(argparse.Action):
+    """Keep one of our flags; SGLang copies only its own fields out of the namespace."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        verify(HOOKS)
+        _flags[self.dest.removeprefix("graft_option_")] = True if self.nargs == 0 else values
+
+
+def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER `add_cli_args`: one option for each row of the option table."""
+    group = parser.add_argument_group("graft")
+    for row in config.option_table():
+        switch = isinstance(row.default, bool)
+        extra: dict[str, Any] = {"nargs": 0} if switch else {"type": type(row.default)}
+        group.add_argument(
+            row.flag,
+            action=_Record,
+            dest=f"graft_option_{row.name}",
+            default=argparse.SUPPRESS,
+            help=f"{row.meaning} Default {row.default}; environment {row.env}.",
+            **extra,
+        )
+    for action in parser._actions:
+        if action.dest == "max_loras_per_batch" and action.default is not None:
+            action.default = _Unset(action.default)
+
+
+def resolve_arguments(original: Callable[[Any], None], server_args: Any) -> None:
+    """AROUND `__post_init__`: choose Graft's parts before SGLang resolves the rest."""
+    chosen = config.resolve(_flags, os.environ)
+    if not chosen.enable:
+        config.publish(chosen)
+        original(server_args)
+        return
+    verify(HOOKS)
+    refusals.check_requested(server_args)
+    _set_defaults(server_args)
+    original(server_args)
+    refusals.check_resolved(server_args)
+    # Imported here, because it imports SGLang's HTTP server, which needs none of this at a start
+    # without Graft.
+    from sglang_graft.serving.install import install
+
+    install()
+    config.publish(chosen)
+
+
+def _set_defaults(server_args: Any) -> None:
+    server_args.enable_lora = True
+    server_args.lora_backend = BACKEND
+    server_args.radix_cache_backend = BACKEND
+    # SGLang wants these two when no adapter is named at start. Slots hold pointers, not weights,
+    # so a generous rank costs a few KB; a user's own, tighter limits stay in force.
+    server_args.max_lora_rank = server_args.max_lora_rank or DEFAULT_MAX_RANK
+    server_args.lora_target_modules = server_args.lora_target_modules or ["all"]
+    slots = server_args.max_loras_per_batch
+    if isinstance(slots, _Unset) or slots == type(server_args).max_loras_per_batch:
+        server_args.max_loras_per_batch = DEFAULT_SLOTS
+    if server_args.page_size is None:
+        server_args.page_size = default_page_size(server_args)
+    # Captured graphs need kernels with static metadata; the reference kernels have none.
+    server_args.cuda_graph_backend_decode = "disabled"
+    server_args.cuda_graph_backend_prefill = "disabled"
+
+
+HOOKS = (
+    Hook(
+        target="sglang.srt.server_args.ServerArgs.add_cli_args",
+        kind="after",
+        function=add_flags,
+        parameters=("parser",),
+        reason="Graft's flags",
+    ),
+    Hook(
+        target="sglang.srt.server_args.ServerArgs.__post_init__",
+        kind="around",
+        function=resolve_arguments,
+        parameters=("self",),
+        reason="choose Graft's backends, and refuse what cannot be served exactly",
+    ),
+)
+
+
+def add_backend_choice() -> None:
+    """Let `--lora-backend graft` pass the parser's list of choices."""
+    from sglang.srt.server_args import LORA_BACKEND_CHOICES
+
+    if BACKEND not in LORA_BACKEND_CHOICES:
+        LORA_BACKEND_CHOICES.append(BACKEND)

@@ -1,0 +1,76 @@
+"""What the pool holds, as plain numbers.
+
+Target (0.5.17): AFTER `Scheduler.get_internal_state`, whose result `/server_info` shows under
+`internal_states`. Reason: `/graft/pool` and operators read it there.
+"""
+
+from typing import Any
+
+from sglang_graft.cache import AdapterNode, State
+from sglang_graft.engine.hooks import Hook
+from sglang_graft.engine.prefix_cache import GraftPrefixCache
+from sglang_graft.pool import Owner
+
+KEY = "graft"
+_WHERE = {State.ABSENT: "host", State.LOADING: "loading", State.RESIDENT: "device"}
+
+
+def _node_report(node: AdapterNode) -> dict[str, Any]:
+    return {
+        "identity": node.identity,
+        "state": _WHERE[node.state],
+        "pages": len(node.pages),
+        "kv_pages": node.kv_pages,
+        "locks": node.lock,
+        "loads": node.loads,
+        "evictions": node.evictions,
+    }
+
+
+def pool_report(cache: GraftPrefixCache) -> dict[str, Any]:
+    """Pages by owner, and every adapter that is known. Costs O(adapters)."""
+    ledger, residency = cache.pool.ledger, cache.residency
+    pages = {
+        "total": ledger.total,
+        "free": ledger.free,
+        "adapter": ledger.count(Owner.ADAPTER),
+        "kv_cached": ledger.count(Owner.KV_CACHED),
+        "kv_running": ledger.count(Owner.KV_RUNNING),
+        "in_flight": ledger.count(Owner.IN_FLIGHT),
+    }
+    adapters = [
+        {
+            "name": known.name,
+            "weight_pages": known.node.weight_pages,
+            "hits": known.hits,
+            **_node_report(known.node),
+        }
+        for known in residency.known()
+    ]
+    return {
+        "pages": pages,
+        "page_bytes": cache.pool.layout.page_bytes,
+        "page_tokens": cache.pool.layout.page_tokens,
+        "invalid_kv_pages": cache.tree.invalid_kv_pages(),
+        "adapter_bytes_loaded": residency.copied_bytes,
+        "policy": cache.tree.policy.name,
+        "base": _node_report(cache.tree.base),
+        "adapters": adapters,
+    }
+
+
+def add_report(result: Any, self: Any, recv_req: Any) -> Any:
+    """AFTER `get_internal_state`."""
+    result.internal_state[KEY] = pool_report(self.tree_cache)
+    return result
+
+
+HOOKS = (
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        kind="after",
+        function=add_report,
+        parameters=("self", "recv_req"),
+        reason="the pool report",
+    ),
+)

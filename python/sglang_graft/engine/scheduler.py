@@ -1,0 +1,67 @@
+"""All hooks of a scheduler process, and the factory that proves them live before serving.
+
+SGLang builds the tree cache last. So the factory is where Graft refuses to start when any hook is
+missing; and when this module was never loaded, SGLang itself refuses the unknown backend name.
+"""
+
+import logging
+from typing import Any
+
+from sglang_graft import config
+from sglang_graft.engine import (
+    admission,
+    allocator,
+    bind,
+    kv_pool,
+    lora_backend,
+    lora_manager,
+    page_table,
+    prefix_cache,
+    report,
+)
+from sglang_graft.engine.hooks import register, verify
+from sglang_graft.engine.pool import get_pool
+
+logger = logging.getLogger(__name__)
+
+HOOKS = (
+    *kv_pool.HOOKS,
+    *allocator.HOOKS,
+    *lora_manager.HOOKS,
+    *bind.HOOKS,
+    *page_table.HOOKS,
+    *admission.HOOKS,
+    *report.HOOKS,
+)
+
+
+def make_prefix_cache(ctx: Any) -> prefix_cache.GraftPrefixCache:
+    """Build the tree cache from a TreeCacheBuildContext, after every hook is proved live."""
+    verify(HOOKS)
+    options = config.published()
+    assert options is not None, "the tree is built, but no options were published"
+    pool = get_pool()
+    residency = ctx.tp_worker.model_runner.lora_manager.residency
+    logger.info(
+        "Graft is on: %d pages of %d bytes (%d tokens each), %d adapters, %s, %d hooks live",
+        pool.ledger.total,
+        pool.layout.page_bytes,
+        pool.layout.page_tokens,
+        len(residency.known()),
+        options,
+        len(HOOKS),
+    )
+    return prefix_cache.GraftPrefixCache(
+        pool,
+        residency,
+        ctx.params,
+        keep=not ctx.disable_radix_cache,
+        check=options.check,
+    )
+
+
+def install() -> None:
+    """Register hooks and backends; SGLang's `load_plugins` applies the hooks right afterwards."""
+    lora_backend.register()
+    prefix_cache.register(make_prefix_cache)
+    register(HOOKS)

@@ -1,0 +1,1 @@
+"""HTTP: Graft's routes, and adapter names in requests."""

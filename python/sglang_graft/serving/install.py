@@ -1,0 +1,18 @@
+"""Hooks of the HTTP process, installed once `--enable-graft` is known."""
+
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_graft.engine.hooks import register, verify
+from sglang_graft.serving import names, routes
+
+HOOKS = (*names.HOOKS, *routes.HOOKS)
+_installed: list[bool] = []
+
+
+def install() -> None:
+    """Register, apply and verify the hooks; the second call does nothing."""
+    if not _installed:
+        register(HOOKS)
+        HookRegistry.apply_hooks()
+        _installed.append(True)
+    verify(HOOKS)

@@ -1,0 +1,195 @@
+"""Which adapters this process knows, and how their host images get onto the device.
+
+A server's adapter id names one registration. Registrations with equal weights share one identity,
+and with it one image, one node of the tree and one set of pages.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from sglang_graft.adapters import Adapter, AdapterImage, PointerTable, TileMap, pack
+from sglang_graft.cache import AdapterNode, State, UnifiedTree
+from sglang_graft.pool import Arena
+
+BASE_SLOT = 0
+
+
+@dataclass(slots=True, eq=False)
+class KnownAdapter:
+    """One registration: a name of an identity."""
+
+    adapter_id: str
+    name: str
+    image: AdapterImage
+    node: AdapterNode
+    hits: int = 0
+    """Requests that found the weights on the device when they were admitted."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A row of the pointer table. `loads` tells a reload, which has other pages, from before."""
+
+    node: AdapterNode | None = None
+    loads: int = 0
+    last_use: int = 0
+
+
+@dataclass(slots=True)
+class Residency:
+    """Registers adapters, promotes them into the pool and gives the ones in a batch their slots.
+
+    `promote` only takes pages. The bytes follow in `activate`, on the stream of the forward that
+    reads them: they are ordered behind every earlier forward that used those pages, and before
+    this one, without any fence. An adapter that is evicted in between is never copied.
+    """
+
+    tree: UnifiedTree
+    arena: Arena
+    tile_map: TileMap
+    table: PointerTable
+    pin: bool
+    copied_bytes: int = 0
+    _known: dict[str, KnownAdapter] = field(default_factory=dict)
+    _leaving: dict[str, KnownAdapter] = field(default_factory=dict)
+    _slots: list[_Slot] = field(default_factory=list)
+    _slot_of: dict[int, int] = field(default_factory=dict)
+    _clock: int = 0
+
+    def __post_init__(self) -> None:
+        self._slots = [_Slot() for _ in range(self.table.slots)]
+
+    def add(self, adapter_id: str, name: str, adapter: Adapter) -> KnownAdapter:
+        """Make `adapter` usable under `adapter_id`; its weights stay on the host for now.
+
+        ValueError when it can never fit into the pool beside at least one page of KV.
+        """
+        assert adapter_id not in self._known, f"adapter id {adapter_id} is registered already"
+        image = self._shared_image(adapter.identity) or pack(adapter, self.tile_map, pin=self.pin)
+        pages, total = len(image.pages), self.tree.ledger.total
+        if pages >= total:
+            page_bytes = self.arena.layout.page_bytes
+            raise ValueError(
+                f"adapter {name}: its weights take {pages} pages ({pages * page_bytes:,} bytes), the"
+                f" whole pool has {total} ({total * page_bytes:,} bytes) and KV needs one at least;"
+                " raise --max-total-tokens or --mem-fraction-static"
+            )
+        node = self.tree.add_adapter(adapter.identity, pages)
+        known = KnownAdapter(adapter_id, name, image, node)
+        self._known[adapter_id] = known
+        return known
+
+    def remove(self, adapter_id: str) -> int:
+        """Forget one registration; the last one of an identity drops its pages and its KV.
+
+        Returns the pages that became free at once. What running requests still hold follows when
+        they end; until then they find their adapter as before.
+        """
+        known = self._known.pop(adapter_id)
+        self._purge()
+        shared = any(other.node is known.node for other in self._known.values())
+        freed = 0 if shared else self.tree.drop(known.node)
+        if known.node.lock:
+            self._leaving[adapter_id] = known
+        return freed
+
+    def known(self) -> list[KnownAdapter]:
+        """Every registration, in order."""
+        return list(self._known.values())
+
+    def node(self, adapter_id: str | None) -> AdapterNode | None:
+        """The node of a registration (None: the base model); None when it is not registered."""
+        if adapter_id is None:
+            return self.tree.base
+        known = self._known.get(adapter_id) or self._leaving.get(adapter_id)
+        return None if known is None else known.node
+
+    def is_known(self, adapter_id: str | None) -> bool:
+        """Whether new requests may use `adapter_id`."""
+        return adapter_id is None or adapter_id in self._known
+
+    def missing_pages(self, adapter_id: str | None) -> int:
+        """Pages that promoting this adapter would take now."""
+        node = self.node(adapter_id)
+        assert node is not None, f"adapter {adapter_id} is not registered"
+        return node.weight_pages if node.state is State.ABSENT else 0
+
+    def promote(self, adapter_id: str | None) -> bool:
+        """Take pages for the weights, evicting if needed; False means no room now."""
+        node = self.node(adapter_id)
+        assert node is not None, f"adapter {adapter_id} is not registered"
+        return node.state is not State.ABSENT or self.tree.load(node) is not None
+
+    def count_hit(self, adapter_id: str | None) -> None:
+        """A request was admitted and its adapter was on the device already."""
+        if (known := self._known.get(adapter_id or "")) is not None:
+            known.hits += 1
+
+    def activate(self, adapter_ids: Iterable[str | None]) -> dict[str | None, int]:
+        """Give every adapter of a batch its bytes and its slot; call it on the forward's stream.
+
+        All of them must have been promoted and be locked by the batch's requests.
+        """
+        self._clock += 1
+        wanted = sorted({i for i in adapter_ids if i is not None})
+        found = {i: self._known.get(i) or self._leaving[i] for i in wanted}
+        slots: dict[str | None, int] = {None: BASE_SLOT}
+        for known in found.values():
+            self._copy(known)
+            if (slot := self._slot_of.get(known.node.serial)) is not None:
+                self._slots[slot].last_use = self._clock
+        for adapter_id, known in found.items():
+            slots[adapter_id] = self._slot(known)
+        return slots
+
+    def check_invariants(self) -> None:
+        """Assert that slots, nodes and registrations agree."""
+        taken = {slot.node.serial: i for i, slot in enumerate(self._slots) if slot.node}
+        assert taken == self._slot_of, f"slots hold {taken}, the index says {self._slot_of}"
+        assert self._slots[BASE_SLOT].node is None, "slot 0 belongs to the base model"
+        for known in self._known.values():
+            held = self.tree.adapter(known.node.identity)
+            assert held is known.node, f"adapter {known.name}: its node is not in the tree"
+            assert known.node.weight_pages == len(known.image.pages), f"{known.name}: page count"
+
+    def _shared_image(self, identity: str) -> AdapterImage | None:
+        same = (k.image for k in self._known.values() if k.node.identity == identity)
+        return next(same, None)
+
+    def _purge(self) -> None:
+        self._leaving = {i: known for i, known in self._leaving.items() if known.node.lock}
+
+    def _copy(self, known: KnownAdapter) -> None:
+        node = known.node
+        assert node.state is not State.ABSENT, f"adapter {known.name} is in a batch without pages"
+        if node.state is State.LOADING:
+            self.arena.write(node.pages, known.image.pages)
+            self.copied_bytes += known.image.pages.numel()
+            self.tree.loaded(node)
+
+    def _slot(self, known: KnownAdapter) -> int:
+        node = known.node
+        index = self._slot_of.get(node.serial)
+        if index is None:
+            index = self._free_slot()
+            self._slot_of[node.serial] = index
+        slot = self._slots[index]
+        slot.last_use = self._clock
+        if slot.node is not node or slot.loads != node.loads:
+            layout = self.arena.layout
+            self.table.set(
+                index, known.image, node.pages, self.arena.base_address, layout.page_bytes
+            )
+            slot.node, slot.loads = node, node.loads
+        return index
+
+    def _free_slot(self) -> int:
+        """The least recently used slot that this batch does not need."""
+        candidates = range(BASE_SLOT + 1, len(self._slots))
+        index = min(candidates, key=lambda i: (self._slots[i].last_use, i))
+        slot = self._slots[index]
+        assert slot.last_use < self._clock, f"more adapters in a batch than {len(candidates)} slots"
+        if slot.node is not None:
+            del self._slot_of[slot.node.serial]
+            slot.node = None
+        return index

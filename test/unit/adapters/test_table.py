@@ -1,0 +1,95 @@
+import helpers_adapters as ha
+import pytest
+import torch
+
+from sglang_graft.adapters import AdapterImage, LinearSpec, ModelSpec, PointerTable, TileMap, pack
+
+SPEC = ModelSpec(1, (LinearSpec("up", "mlp", "up", 64, 96),), torch.float16)
+TILES = TileMap(SPEC, 2048, max_rank=32)  # A: tiles 0, 1; B: tiles 2..5, chunks of 64 features
+BASE = 1 << 40
+
+
+def image(rank: int, seed: int = 0) -> AdapterImage:
+    return pack(ha.random_adapter(SPEC, {(0, "up"): rank}, seed), TILES)
+
+
+def test_addresses() -> None:
+    packed = image(16)
+    assert (packed.page.tolist(), packed.offset.tolist()) == ([0, 1, 2], [0, 0, 0])
+    table = PointerTable(3, TILES, "cpu")
+    table.set(1, packed, [7, 3, 9], BASE, 2048)
+    wanted = [BASE + 7 * 2048, 0, BASE + 3 * 2048, BASE + 9 * 2048, 0, 0]
+    assert table.addresses[1].tolist() == wanted
+    assert table.ranks.tolist() == [[0], [16], [0]]
+    assert table.scales.tolist() == [[0], [24], [0]]
+    table.check_invariants()
+
+
+def test_a_smaller_adapter_leaves_nothing_of_the_larger_one() -> None:
+    table = PointerTable(2, TILES, "cpu")
+    table.set(1, image(32), list(range(1, image(32).pages.shape[0] + 1)), BASE, 2048)
+    assert table.addresses[1].count_nonzero() == 6
+    table.set(1, image(2), [1], BASE, 2048)
+    assert table.addresses[1].count_nonzero() == 3
+    table.check_invariants()
+    table.clear(1)
+    assert not table.addresses.any()
+    assert not table.ranks.any()
+    assert not table.scales.any()
+    table.check_invariants()
+
+
+def test_on_the_cpu_both_tables_are_one() -> None:
+    table = PointerTable(2, TILES, "cpu")
+    assert table.addresses is table.host_addresses
+    assert table.ranks is table.host_ranks
+    assert table.scales is table.host_scales
+    assert [t.dtype for t in (table.addresses, table.ranks, table.scales)] == [
+        torch.int64,
+        torch.int32,
+        torch.float32,
+    ]
+
+
+@pytest.mark.parametrize("slot", [0, -1, 3])
+def test_slots_that_cannot_be_set(slot: int) -> None:
+    table = PointerTable(3, TILES, "cpu")
+    with pytest.raises(ValueError, match=rf"wanted 1\.\.2 .* got {slot}"):
+        table.set(slot, image(2), [1], BASE, 2048)
+    with pytest.raises(ValueError, match=rf"wanted 1\.\.2 .* got {slot}"):
+        table.clear(slot)
+
+
+def test_wrong_pages() -> None:
+    table = PointerTable(2, TILES, "cpu")
+    with pytest.raises(ValueError, match="pages: wanted 1, got 2"):
+        table.set(1, image(2), [1, 2], BASE, 2048)
+    with pytest.raises(ValueError, match="page_bytes: wanted 2048, got 4096"):
+        table.set(1, image(2), [1], BASE, 4096)
+    with pytest.raises(ValueError, match="slots: wanted at least 2"):
+        PointerTable(1, TILES, "cpu")
+
+
+def test_check_invariants_sees_broken_rows() -> None:
+    table = PointerTable(2, TILES, "cpu")
+    table.set(1, image(2), [1], BASE, 2048)
+    table.host_ranks[1, 0] = 17
+    with pytest.raises(AssertionError, match="slot 1: tiles do not fit its ranks"):
+        table.check_invariants()
+    table.clear(1)
+    table.host_scales[0, 0] = 1
+    with pytest.raises(AssertionError, match="slot 0"):
+        table.check_invariants()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_device_table_is_refreshed_in_place() -> None:
+    table = PointerTable(2, TILES, "cuda")
+    before = table.addresses.data_ptr()
+    # Two changes with no synchronisation between: the later one must win, and neither may tear.
+    table.set(1, image(32), list(range(1, image(32).pages.shape[0] + 1)), BASE, 2048)
+    table.set(1, image(2), [1], BASE, 2048)
+    torch.cuda.synchronize()
+    assert table.addresses.data_ptr() == before
+    table.check_invariants()

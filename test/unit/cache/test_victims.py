@@ -1,0 +1,146 @@
+"""The victim heap: lazy entries, order, and a bound on its size."""
+
+import pytest
+
+from sglang_graft.cache import Lru, Node, UnifiedTree, make_policy
+from sglang_graft.cache.victims import VictimHeap
+from sglang_graft.pool.ledger import Owner, PageLedger
+
+
+def leaf(serial: int, last_use: int) -> Node:
+    node = Node(serial, b"", [serial], b"")
+    node.last_use = last_use
+    return node
+
+
+def serials(heap: VictimHeap) -> list[int]:
+    found = []
+    while (node := heap.pop()) is not None:
+        heap.check_invariants()
+        found.append(node.serial)
+    return found
+
+
+def filled(*nodes: Node) -> VictimHeap:
+    heap = VictimHeap(Lru())
+    for node in nodes:
+        heap.push(node)
+    heap.check_invariants()
+    return heap
+
+
+def test_smallest_value_first_and_creation_order_on_ties() -> None:
+    assert serials(filled(leaf(3, 5), leaf(2, 7), leaf(1, 5))) == [1, 3, 2]
+
+
+def test_an_empty_heap_has_no_victim() -> None:
+    assert filled().pop() is None
+
+
+def test_a_second_push_changes_nothing() -> None:
+    node = leaf(1, 1)
+    heap = filled(node, node)
+    assert (len(heap), serials(heap)) == (1, [1])
+
+
+def test_a_use_after_the_push_counts() -> None:
+    first, second = leaf(1, 1), leaf(2, 2)
+    heap = filled(first, second)
+    first.last_use = 3
+    assert serials(heap) == [2, 1]
+
+
+def test_locked_nodes_and_parents_lose_their_entry_when_they_surface() -> None:
+    locked, parent, free = leaf(1, 1), leaf(2, 2), leaf(3, 3)
+    heap = filled(locked, parent, free)
+    locked.lock = 1
+    parent.children[b""] = free
+    assert heap.pop() is free
+    assert (locked.entry, parent.entry, len(heap)) == (None, None, 0)
+    locked.lock = 0
+    heap.push(locked)
+    assert heap.pop() is locked
+
+
+def test_forgotten_nodes_never_come_out() -> None:
+    first, second = leaf(1, 1), leaf(2, 2)
+    heap = filled(first, second)
+    heap.forget(first)
+    heap.forget(first)
+    heap.push(first)
+    heap.check_invariants()
+    assert serials(heap) == [1, 2]
+
+
+def test_a_value_that_fell_with_the_shape_is_entered_anew() -> None:
+    class Size:
+        name = "size"
+
+        def value(self, node: Node) -> float:
+            return len(node.pages)
+
+    first, second = leaf(1, 0), leaf(2, 0)
+    first.pages, second.pages = [1, 2, 3], [4, 5]
+    heap = VictimHeap(Size())
+    heap.push(first)
+    heap.push(second)
+    first.pages = [1]
+    heap.reshaped(first)
+    heap.check_invariants()
+    assert serials(heap) == [1, 2]
+
+
+def test_new_prices_reorder_everything() -> None:
+    class Sign:
+        name = "sign"
+        sign = 1
+
+        def value(self, node: Node) -> float:
+            return self.sign * node.last_use
+
+    policy = Sign()
+    heap = VictimHeap(policy)
+    for serial in range(1, 6):
+        heap.push(leaf(serial, serial))
+    policy.sign = -1
+    heap.reprice()
+    heap.check_invariants()
+    assert serials(heap) == [5, 4, 3, 2, 1]
+
+
+def test_dead_entries_are_swept() -> None:
+    nodes = [leaf(serial, serial) for serial in range(1, 501)]
+    heap = filled(*nodes)
+    for node in nodes[:400]:
+        heap.forget(node)
+    heap.check_invariants()
+    assert len(heap) <= 2 * 100 + 64
+    assert serials(heap) == list(range(401, 501))
+
+
+def test_the_heap_does_not_grow_with_uses(make_tree, run) -> None:
+    tree = make_tree(8)
+    for _ in range(300):
+        for text in ("ab", "ac", "d"):
+            pages = tree.ledger.take(len(text), Owner.KV_RUNNING)
+            node = tree.insert(tree.base, run(text), pages, start=0).node
+            tree.lock(node)
+            tree.match(tree.base, run(text))
+            tree.unlock(node)
+    assert len(tree._victims) == 4
+
+
+def test_drops_do_not_leave_entries_behind(run) -> None:
+    tree = UnifiedTree(PageLedger(9), page_tokens=2, policy=make_policy("lru"))
+    for _ in range(300):
+        adapter = tree.add_adapter("a", 1)
+        tree.load(adapter)
+        tree.insert(adapter, run("x"), tree.ledger.take(1, Owner.KV_RUNNING), start=0)
+        assert tree.drop(adapter) == 2
+    assert len(tree._victims) <= 65
+    tree.check_invariants()
+
+
+def test_unknown_policies_name_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="wanted one of lru; got 'mru'"):
+        make_policy("mru")
