@@ -165,6 +165,7 @@ def save(recipe: Recipe, model: Any) -> Path:
     file = target / "adapter_model.safetensors"
     rounded = {name: weights[name].to(torch.bfloat16) for name in sorted(weights)}
     save_file(rounded, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors makes it private
     if file.stat().st_size > MAX_BYTES:
         raise ValueError(f"wanted at most {MAX_BYTES} bytes; got {file.stat().st_size} in {file}")
     return target

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.config import JsonDict
 
 CONFIG_ENV = "GRAFT_CONFIG"
 """Carries the resolved options from the main process to the processes that it starts."""
@@ -18,7 +19,7 @@ def _option(default: Any, flag: str, meaning: str, unit: str = "") -> Any:
     env = flag.removeprefix("--").upper().replace("-", "_")
     if not env.startswith("GRAFT_"):
         env = "GRAFT_" + env.replace("_GRAFT", "")
-    extra = {"flag": flag, "env": env, "unit": unit}
+    extra: JsonDict = {"flag": flag, "env": env, "unit": unit}
     return Field(default=default, description=meaning, json_schema_extra=extra)
 
 
@@ -34,7 +35,7 @@ class GraftConfig(BaseModel):
     check: bool = _option(
         False,
         "--graft-check",
-        "Check every invariant of tree and pool after each change (slow; for tests and bug reports).",
+        "Check all invariants of tree and pool after each change (slow; for tests, bug reports).",
     )
 
 

@@ -21,6 +21,14 @@ def token_bytes(tokens: array[int]) -> bytes:
     return tokens.tobytes()
 
 
+def salted(page: bytes, salt: str) -> bytes:
+    """The edge of a first page below an adapter. Pages are of one length, so salts never mix.
+
+    A salt is a client's own string: lone surrogates, which JSON can carry, must not raise here.
+    """
+    return page + salt.encode(errors="surrogatepass") if salt else page
+
+
 def shared_bytes(key: bytes, data: bytes, offset: int, end: int, page_bytes: int) -> int:
     """How many leading bytes of `key` stand in `data[offset:end]`, in whole pages.
 

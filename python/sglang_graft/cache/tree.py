@@ -12,6 +12,7 @@ from sglang_graft.cache.runs import (
     below,
     covering,
     detach,
+    salted,
     shared_bytes,
     split,
     token_bytes,
@@ -292,7 +293,7 @@ class UnifiedTree:
         clock = self._tick()
         page_bytes = self._page_bytes
         end = len(data) - len(data) % page_bytes
-        edge = data[:page_bytes] + salt.encode() if salt else data[:page_bytes]
+        edge = salted(data[:page_bytes], salt)
         node: Node = adapter
         node.last_use = clock
         offset = 0
@@ -318,7 +319,7 @@ class UnifiedTree:
         """A new leaf, just used."""
         edge = key[: self._page_bytes]
         if salt and parent is parent.adapter:
-            edge += salt.encode()
+            edge = salted(edge, salt)
         node = Node(self._next_serial(), key, pages, edge)
         node.parent = parent
         node.adapter = parent.adapter

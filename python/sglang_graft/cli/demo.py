@@ -23,6 +23,7 @@ from rich.table import Table
 from sglang_graft.cli.base_model import MODEL_NAME, ensure_base_model
 from sglang_graft.cli.demo_client import Answer, ask, pool_state
 from sglang_graft.cli.demo_server import ServerError, command, free_port, running
+from sglang_graft.cli.pool_table import show_pool
 
 ADAPTERS = Path(__file__).resolve().parents[3] / "demo" / "adapters"
 MAX_TOKENS = 48
@@ -64,7 +65,7 @@ def answer_table(first: Sequence[Answer], again: Sequence[Answer]) -> Table:
     table.add_column("answer")
     table.add_column("TTFT", justify="right")
     table.add_column("again", justify="right")
-    table.add_column("cached tokens", justify="right")
+    table.add_column("cached\ntokens", justify="right")
     for cold, warm in zip(first, again, strict=True):
         table.add_row(
             cold.adapter or "(base)",
@@ -73,24 +74,6 @@ def answer_table(first: Sequence[Answer], again: Sequence[Answer]) -> Table:
             f"{warm.ttft_ms:.0f} ms",
             str(warm.cached_tokens),
         )
-    return table
-
-
-def pool_table(pool: dict[str, Any]) -> Table:
-    """Who owns the pages: totals in the title, one row for each adapter."""
-    pages = pool["pages"]
-    owners = ", ".join(f"{owner} {count}" for owner, count in pages.items())
-    title = (
-        f"One pool, pages of {pool['page_bytes'] / 2**20:.2f} MiB: {owners}; "
-        f"invalid KV pages {pool['invalid_kv_pages']}"
-    )
-    table = Table(title=title)
-    columns = ("name", "state", "pages", "kv_pages", "locks", "hits", "loads", "evictions")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("name", "state") else "right")
-    for adapter in pool["adapters"]:
-        name = escape(adapter["name"] or "(base)")
-        table.add_row(name, *(str(adapter[key]) for key in columns[1:]))
     return table
 
 
@@ -132,7 +115,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         )
         pool = pool_state(client)
         console.print(answer_table(first, again))
-        console.print(pool_table(pool))
+        show_pool(pool, console)
         if options.keep:
             show_calls(url, names, console)
         if options.json:

@@ -95,8 +95,10 @@ def _devices() -> list[Finding]:
     ]
     if not torch.cuda.is_available():
         own = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"
-        detail = "no CUDA: SGLang's own CPU engine (SGLANG_USE_CPU_ENGINE=1)" if own else (
-            "no CUDA: Graft's CPU platform serves (float32, plain torch)"
+        detail = (
+            "no CUDA: SGLang's own CPU engine (SGLANG_USE_CPU_ENGINE=1)"
+            if own
+            else ("no CUDA: Graft's CPU platform serves (float32, plain torch)")
         )
         remedy = "unset SGLANG_USE_CPU_ENGINE: Graft needs its own CPU platform" if own else ""
         return [
@@ -105,7 +107,9 @@ def _devices() -> list[Finding]:
         ]
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        detail = f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB"
+        detail = (
+            f"{torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB"
+        )
         findings.append(
             Finding(topic="device", item=f"cuda:{index}", healthy=True, detail=f"{detail} free")
         )

@@ -15,7 +15,8 @@ def check_version() -> None:
 
     if sglang.__version__ != SGLANG_VERSION:
         raise HookError(
-            f"Graft needs sglang=={SGLANG_VERSION}, got {sglang.__version__}; install the pinned one"
+            f"Graft needs sglang=={SGLANG_VERSION}, got {sglang.__version__};"
+            f" pip install sglang=={SGLANG_VERSION}"
         )
 
 

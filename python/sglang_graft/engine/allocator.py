@@ -127,7 +127,7 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         return torch.where(new >= 0, new, last_loc.to(torch.int64) + 1)
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free the pages of device ids. Waits for the device: only paths outside the tree use it."""
+        """Free the pages of device ids. Waits for the device; the tree frees by page instead."""
         ids = free_index.cpu().numpy().astype(np.int64)
         pages = np.unique(self.pool.layout.page_numbers(ids)).tolist()
         self.pool.ledger.give(pages, Owner.KV_RUNNING)
@@ -148,7 +148,9 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
 
 def _split(pages: list[int], counts: IdArray) -> list[list[int]]:
     ends = np.cumsum(counts)
-    return [pages[end - count : end] for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
+    return [
+        pages[end - count : end] for end, count in zip(ends.tolist(), counts.tolist(), strict=True)
+    ]
 
 
 def build_allocator(

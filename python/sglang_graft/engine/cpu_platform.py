@@ -19,7 +19,9 @@ _MEMORY_FRACTION = 0.5
 
 
 def _accelerator() -> bool:
-    return torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available()
+    return (
+        torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available()
+    )
 
 
 def platform_class() -> str | None:
@@ -29,7 +31,7 @@ def platform_class() -> str | None:
     return f"{__name__}.{GraftCpuPlatform.__name__}"
 
 
-class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """CPU devices under SGLang's out-of-tree rules."""
 
     _enum = PlatformEnum.OOT
@@ -88,7 +90,7 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 def ignore_pin_memory() -> None:
     """Let torch ignore requests for pinned memory in this process.
 
-    SGLang's LoRA layers pin their offsets unconditionally, and torch raises where no accelerator is.
+    SGLang's LoRA layers pin their offsets always, and torch raises where no accelerator is.
     """
     for name in ("tensor", "empty", "zeros", "ones", "full"):
         factory = getattr(torch, name)

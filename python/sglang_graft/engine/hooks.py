@@ -52,7 +52,9 @@ def chain(target: Any) -> list[Any]:
 def _is_live(hook: Hook, attribute: Any) -> bool:
     if hook.kind == "replace":
         return attribute is hook.function
-    cells = [c.cell_contents for f in chain(attribute) for c in getattr(f, "__closure__", None) or ()]
+    cells = [
+        c.cell_contents for f in chain(attribute) for c in getattr(f, "__closure__", None) or ()
+    ]
     return any(content is hook.function for content in cells)
 
 
@@ -87,5 +89,3 @@ def verify(hooks: Iterable[Hook]) -> None:
             + f"\nGraft needs sglang=={SGLANG_VERSION}; run `graft doctor`, and look for other"
             " plugins in SGLANG_PLUGINS that change the same functions."
         )
-
-

@@ -93,9 +93,7 @@ def build_kv_pool(
     ledger = PageLedger(pages)
     options = config.published()
     assert options is not None, "the KV pool hook runs, but no options were published"
-    tree = UnifiedTree(
-        ledger, page_tokens=layout.page_tokens, policy=make_policy(options.policy)
-    )
+    tree = UnifiedTree(ledger, page_tokens=layout.page_tokens, policy=make_policy(options.policy))
     set_pool(Pool(layout=layout, arena=arena, ledger=ledger, tree=tree))
     return ArenaKVPool(
         arena,

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from graft_kernels.sgmv import Group, Side, Slice, Weights, expand, sgmv, shrink
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from sglang.srt.lora.backend.lora_registry import register_lora_backend
 
+from graft_kernels.sgmv import Group, Side, Slice, Weights, expand, sgmv, shrink
 from sglang_graft.adapters import TileMap
 from sglang_graft.adapters.tiles import SideName
 from sglang_graft.engine.allocator import upload
@@ -38,9 +38,10 @@ class WeightRef:
         """Find this projection's tiles, once the tile geometry is known."""
         offset, found = 0, []
         for linear in tile_map.spec.groups()[self.group]:
-            sides = [_side(tile_map, self.layer, linear.name, side) for side in ("A", "B")]
+            side_a = _side(tile_map, self.layer, linear.name, "A")
+            side_b = _side(tile_map, self.layer, linear.name, "B")
             column = tile_map.column(self.layer, linear.name)
-            found.append(Slice(a=sides[0], b=sides[1], column=column, out_offset=offset))
+            found.append(Slice(a=side_a, b=side_b, column=column, out_offset=offset))
             offset += linear.out_features
         self.slices = tuple(found)
 

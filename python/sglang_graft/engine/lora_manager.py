@@ -11,11 +11,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from graft_kernels.sgmv import Weights
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import LoRAType
 
+from graft_kernels.sgmv import Weights
 from sglang_graft.adapters import Adapter, ModelSpec, PointerTable, TileMap, read_adapter
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.lora_backend import GraftLoRABackend, WeightRef
@@ -51,7 +51,7 @@ class WeightRefs:
             ref.bind(tile_map)
 
 
-class GraftLoRAManager(LoRAManager):  # type: ignore[misc]
+class GraftLoRAManager(LoRAManager):
     """Reads, registers and activates adapters for one model runner."""
 
     lora_backend: GraftLoRABackend
@@ -130,7 +130,9 @@ class GraftLoRAManager(LoRAManager):  # type: ignore[misc]
         return len(lora_ids) <= self.max_loras_per_batch
 
     def fetch_new_loras(
-        self, new_loras: set[str | None], running_loras: set[str | None] = frozenset()  # type: ignore[assignment]
+        self,
+        new_loras: set[str | None],
+        running_loras: set[str | None] = frozenset(),  # type: ignore[assignment]
     ) -> None:
         """Nothing: `prepare_lora_batch`, which SGLang calls next, brings adapters and slots."""
 

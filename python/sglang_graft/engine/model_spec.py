@@ -73,9 +73,9 @@ def model_spec(
         missing = [name for name in SERVED if name not in modules]
         if missing:
             raise ValueError(
-                f"--enable-graft: {type(model).__name__} layer {number} has no {', '.join(missing)};"
-                f" got {', '.join(sorted(modules))}. Only dense Llama-shaped models are served so"
-                " far; start this one without --enable-graft"
+                f"--enable-graft: {type(model).__name__} layer {number} has no"
+                f" {', '.join(missing)}; got {', '.join(sorted(modules))}. Only dense"
+                " Llama-shaped models are served so far; start this one without --enable-graft"
             )
         rows = [spec for name in SERVED for spec in _linears(name, *modules[name])]
         keep = {row.group for row in rows if wanted & {"all", row.name, row.group}}
@@ -83,7 +83,7 @@ def model_spec(
     assert specs, f"{type(model).__name__} has no layers under {prefix}"
     if any(spec != specs[0] for spec in specs):
         raise ValueError(
-            f"--enable-graft: the layers of {type(model).__name__} differ in shape; start it without"
-            " --enable-graft"
+            f"--enable-graft: the layers of {type(model).__name__} differ in shape;"
+            " start it without --enable-graft"
         )
     return ModelSpec(len(specs), specs[0], dtype, layer_prefix=prefix, vocab_size=vocab_size)

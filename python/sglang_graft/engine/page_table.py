@@ -47,7 +47,7 @@ class PageTable:
 
 
 def after_extend(result: Any, batch: Any) -> None:
-    """AFTER `alloc_for_extend(batch)`, which returns (ids, rows on the device, rows on the host)."""
+    """AFTER `alloc_for_extend(batch)`, which returns ids, and rows on the device and the host."""
     cache = batch.tree_cache
     cache.page_table.extend(result[2].tolist(), cache.token_to_kv_pool_allocator.last_rows)
 

@@ -41,7 +41,7 @@ def _tokens(ids: Any, length: int) -> "array[int]":
     return cut if isinstance(cut, array) else array("q", cut)
 
 
-class GraftPrefixCache(BasePrefixCache):  # type: ignore[misc]
+class GraftPrefixCache(BasePrefixCache):
     """One scheduler's view of the tree. `keep=False` caches nothing (--disable-radix-cache)."""
 
     # SGLang skips locks when a cache says that it is disabled; adapters need their locks always.
@@ -137,7 +137,7 @@ class GraftPrefixCache(BasePrefixCache):  # type: ignore[misc]
     def cache_finished_req(
         self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
-        """A request ends: its full pages go to the tree, the rest is freed, its lock is released."""
+        """A request ends: its full pages go to the tree, the rest is freed, its lock goes."""
         start, size = req.cache_protected_len, self.page_size
         own = self.page_table.pop(req.req_pool_idx)
         handled = self.pool.layout.pages_for(kv_len_to_handle) - start // size

@@ -42,7 +42,9 @@ REQUESTED = (
     Refusal("pp_size", _over_one, "the arena holds the layers of one stage only"),
     Refusal("dp_size", _over_one, "each replica would need its own pool report"),
     Refusal("dcp_size", _over_one, "dense ids and decode context parallelism differ in page size"),
-    Refusal("page_size", lambda v: v is not None and not _is_page_size(v), "power of two, 16 to 64"),
+    Refusal(
+        "page_size", lambda v: v is not None and not _is_page_size(v), "power of two, 16 to 64"
+    ),
     Refusal("speculative_algorithm", _given, "draft tokens have no page table row"),
     Refusal("disaggregation_mode", _given, "KV transfer reads the stock layout"),
     Refusal("enable_hierarchical_cache", _given, "its host pool reads the stock layout"),

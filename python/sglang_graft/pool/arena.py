@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from sglang_graft.pool.layout import PageLayout
@@ -20,7 +21,7 @@ class Arena:
             raise ValueError(f"arena: wanted at least 2 pages (the sink and one more), got {pages}")
         self.layout = layout
         self.pages = pages
-        self.buffer = torch.zeros(pages * layout.page_bytes, dtype=torch.uint8, device=device)
+        self.buffer = _zeros(pages * layout.page_bytes, torch.device(device))
         self._by_page = self.buffer.view(pages, layout.page_bytes)
 
     @property
@@ -70,3 +71,11 @@ class Arena:
         start = strip * layout.page_tokens * layout.row_bytes
         strip_bytes = self.buffer[start : start + rows * layout.row_bytes]
         return strip_bytes.view(layout.dtype).view(rows, layout.kv_heads, layout.head_dim)
+
+
+def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        # The system zeroes these pages when they are first touched. torch would touch all of them
+        # now: gigabytes of a machine's memory, and half a minute, for a pool that may stay small.
+        return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)

@@ -1,9 +1,10 @@
 """Which adapter a request names, and 404 for a name that nobody loaded.
 
-Targets (0.5.17): `OpenAIServingBase._resolve_lora_path` (OpenAI routes) and
-`TokenizerManager._validate_and_resolve_lora` (all requests). Reason: SGLang answers an unknown
-`model` with the base model and an unknown `lora_path` with 400; a typo must never be answered by
-another model.
+Targets (0.5.17): `OpenAIServingBase._resolve_lora_path` (OpenAI routes),
+`TokenizerManager._validate_and_resolve_lora` (all requests) and
+`TokenizerControlMixin._unload_lora_adapter_locked`. Reason: SGLang answers an unknown `model` with
+the base model and an unknown `lora_path` with 400; a typo must never be answered by another model.
+And it silently loads an unloaded adapter again when a request names it.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -37,7 +38,9 @@ def unknown(name: str, loaded: Collection[str], base: str) -> str:
     return f"No adapter or model named {name!r} is loaded. Loaded adapters: {names}. Base: {base}."
 
 
-def adapter_of_model(model: str, loaded: Collection[str], base_names: Collection[str]) -> str | None:
+def adapter_of_model(
+    model: str, loaded: Collection[str], base_names: Collection[str]
+) -> str | None:
     """The adapter that an OpenAI `model` field names, None for the base model.
 
     A whole name wins over `base:adapter`, so names with a colon stay reachable. KeyError when it
@@ -73,9 +76,7 @@ def resolve_openai(
     return chosen
 
 
-async def resolve_native(
-    original: Callable[..., Awaitable[None]], self: Any, obj: Any
-) -> None:
+async def resolve_native(original: Callable[..., Awaitable[None]], self: Any, obj: Any) -> None:
     """AROUND `_validate_and_resolve_lora`."""
     names = obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]
     for name in names:
@@ -86,6 +87,11 @@ async def resolve_native(
                 raise HTTPException(status_code=HTTPStatus.NOT_FOUND, detail=message)
             raise UnknownAdapterError(message)
     await original(self, obj)
+
+
+def forget_name(self: Any, obj: Any) -> None:
+    """BEFORE `_unload_lora_adapter_locked`: requests that come from now on do not find the name."""
+    self.lora_ref_cache.pop(obj.lora_name, None)
 
 
 HOOKS = (
@@ -102,5 +108,13 @@ HOOKS = (
         function=resolve_native,
         parameters=("self", "obj"),
         reason="unknown adapters are 404 and name the loaded ones",
+    ),
+    Hook(
+        target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+        "._unload_lora_adapter_locked",
+        kind="before",
+        function=forget_name,
+        parameters=("self", "obj"),
+        reason="an unloaded adapter stays unloaded",
     ),
 )

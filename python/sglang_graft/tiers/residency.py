@@ -70,8 +70,8 @@ class Residency:
         if pages >= total:
             page_bytes = self.arena.layout.page_bytes
             raise ValueError(
-                f"adapter {name}: its weights take {pages} pages ({pages * page_bytes:,} bytes), the"
-                f" whole pool has {total} ({total * page_bytes:,} bytes) and KV needs one at least;"
+                f"adapter {name}: its weights take {pages} pages ({pages * page_bytes:,} bytes),"
+                f" the whole pool has {total} ({total * page_bytes:,} bytes) and KV needs one;"
                 " raise --max-total-tokens or --mem-fraction-static"
             )
         node = self.tree.add_adapter(adapter.identity, pages)

@@ -176,6 +176,14 @@ def test_salts_are_separate_spaces(make_tree, run):
     checked(tree)
 
 
+def test_a_salt_may_be_any_string(make_tree, run):
+    tree = make_tree(8)
+    for salt in ("\ud800", "\u00e9", "\0"):
+        assert put(tree, tree.base, run("a"), salt=salt).duplicates == 0
+        assert len(tree.match(tree.base, run("a"), salt=salt).pages) == 1
+    checked(tree)
+
+
 def test_adapters_are_separate_spaces(make_tree, run):
     tree = make_tree(12)
     first, second = resident(tree, "a", 2), resident(tree, "b", 2)
@@ -289,7 +297,7 @@ def test_sizes_that_cannot_be(make_tree):
     with pytest.raises(ValueError, match=r"at most 4 pages .* got 5; raise --mem-fraction-static"):
         tree.add_adapter("a", 5)
     tree.add_adapter("a", 4)
-    with pytest.raises(ValueError, match="wanted the 4 pages .* got 3"):
+    with pytest.raises(ValueError, match=r"wanted the 4 pages .* got 3"):
         tree.add_adapter("a", 3)
     with pytest.raises(ValueError, match="page_tokens: wanted 1 or more, got 0"):
         UnifiedTree(PageLedger(4), page_tokens=0, policy=Lru())

@@ -15,12 +15,18 @@ from rich.console import Console
 from sglang_graft.cli import demo
 from sglang_graft.cli.demo_client import ask, pool_state
 from sglang_graft.cli.demo_server import ServerError
+from sglang_graft.cli.pool_table import show_pool
 
 POOL: dict[str, Any] = {
     "pages": {
         "total": 9, "free": 4, "adapter": 2, "kv_cached": 3, "kv_running": 0, "in_flight": 0
     },
     "page_bytes": 2**20,
+    "page_tokens": 32,
+    "base": {
+        "identity": None, "state": "resident", "pages": 0, "kv_pages": 1, "locks": 0, "hits": 1,
+        "loads": 0, "evictions": 0,
+    },
     "invalid_kv_pages": 0,
     "adapters": [
         {
@@ -137,9 +143,9 @@ def test_tables_show_answers_and_owners_of_pages(client: httpx.Client) -> None:
     )
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(demo.answer_table(first, again))
-    console.print(demo.pool_table(POOL))
+    show_pool(pool_state(client), console)
     text = console.export_text()
-    for words in ("(base)", "I am legal.", "64", "kv_cached 3", "1.00 MiB", "invalid KV pages 0"):
+    for words in ("(base)", "I am legal.", "64", "kv_cached", "1.00 MiB", "invalid_kv", "legal"):
         assert words in text
 
 

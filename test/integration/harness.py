@@ -1,0 +1,195 @@
+"""Start a real server as a user does, ask it, and always stop it with all of its children."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sglang_graft.cli.demo_server import free_port
+
+HOST = "127.0.0.1"
+START_SECONDS = 300.0
+STOP_SECONDS = 20.0
+ANSWER_SECONDS = 300.0
+LOG_LINES = 60
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One greedy completion; `adapter` None is the base model."""
+
+    adapter: str | None
+    prompt: Prompt
+    new_tokens: int = 16
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of POST /generate."""
+        return {
+            "input_ids": list(self.prompt),
+            "lora_path": self.adapter,
+            "sampling_params": greedy(self.new_tokens),
+        }
+
+
+def greedy(new_tokens: int, **more: Any) -> dict[str, Any]:
+    """Sampling parameters that leave nothing to chance and never stop early."""
+    return {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **more}
+
+
+@dataclass
+class Server:
+    """A running server, and how to ask it."""
+
+    url: str
+    log: Path
+    client: httpx.Client
+
+    def get(self, path: str) -> httpx.Response:
+        """GET, whatever the status."""
+        return self.client.get(self.url + path)
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        """POST of JSON, whatever the status."""
+        return self.client.post(self.url + path, json=body or {})
+
+    def pool(self) -> dict[str, Any]:
+        """The report of /graft/pool."""
+        response = self.get("/graft/pool")
+        assert response.status_code == httpx.codes.OK, response.text
+        report: dict[str, Any] = response.json()
+        return report
+
+    def generate(self, body: dict[str, Any]) -> Any:
+        """POST /generate, which must succeed: one object, or a list of them for a batch."""
+        response = self.post("/generate", body)
+        assert response.status_code == httpx.codes.OK, response.text
+        return response.json()
+
+    def ask(self, request: Request) -> dict[str, Any]:
+        """Answer of one request: `output_ids`, `meta_info` and more."""
+        answer: dict[str, Any] = self.generate(request.body())
+        return answer
+
+    def ask_all(self, requests: Sequence[Request], in_flight: int) -> list[dict[str, Any]]:
+        """Answers in the order of `requests`, with up to `in_flight` of them under way."""
+        with ThreadPoolExecutor(in_flight) as threads:
+            return list(threads.map(self.ask, requests))
+
+    def load(self, name: str, folder: Path) -> httpx.Response:
+        """Load an adapter; whether it worked is the caller's to look at."""
+        return self.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    def unload(self, name: str) -> httpx.Response:
+        """Unload an adapter."""
+        return self.post("/unload_lora_adapter", {"lora_name": name})
+
+    def flush(self) -> None:
+        """Empty the pool; the server must be idle."""
+        response = self.post("/flush_cache")
+        assert response.status_code == httpx.codes.OK, response.text
+
+
+def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Our environment without Graft's own variables, and with `changes`."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("GRAFT_")}
+    # Compiling all of SGLang anew in each of a server's processes takes longer than the tests.
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)
+    # More threads only wait for each other on matrices as small as the tiny model's.
+    return kept | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | dict(changes or {})
+
+
+@contextmanager
+def serve(
+    model: Path,
+    folder: Path,
+    *flags: str,
+    adapters: Mapping[str, Path] | None = None,
+    env: Mapping[str, str] | None = None,
+    graft: bool = True,
+) -> Iterator[Server]:
+    """Run a server until the block ends; its log lies in `folder` and must show no traceback."""
+    port = free_port()
+    line = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    line += ["--host", HOST, "--port", str(port), *flags]
+    if graft:
+        line.append("--enable-graft")
+    if adapters:
+        line += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
+    log = folder / "server.log"
+    with running(line, log, env) as process, httpx.Client(timeout=ANSWER_SECONDS) as client:
+        server = Server(f"http://{HOST}:{port}", log, client)
+        _wait_healthy(server, process)
+        yield server
+    assert "Traceback" not in log.read_text(errors="replace"), tail(log)
+
+
+@contextmanager
+def running(
+    line: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in a process group of its own, which is ended in every case."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            line,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment(env),
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        _stop(process)
+
+
+def tail(log: Path) -> str:
+    """The end of a log, for the message of a failed assertion."""
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    return "\n".join([f"end of {log}:", *lines])
+
+
+def _wait_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not _is_healthy(server):
+        code = process.poll()
+        assert code is None, f"the server ended with code {code}\n{tail(server.log)}"
+        assert time.monotonic() < deadline, f"the server is not ready\n{tail(server.log)}"
+        time.sleep(0.5)
+
+
+def _is_healthy(server: Server) -> bool:
+    try:
+        return server.get("/health").status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False  # not listening yet
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the whole group: kindly first, then what is left of it by force."""
+    _signal_group(process.pid, signal.SIGTERM)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass  # the next line does not ask
+    finally:
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return  # all of it has ended

@@ -1,0 +1,36 @@
+"""The option table: flags before environment before defaults, bad values by name."""
+
+import pytest
+
+from sglang_graft import config
+
+
+def test_defaults_leave_graft_off() -> None:
+    assert config.resolve({}, {}) == config.GraftConfig()
+    assert not config.GraftConfig().enable
+
+
+def test_flag_wins_over_environment() -> None:
+    environ = {"GRAFT_ENABLE": "1", "GRAFT_POLICY": "other"}
+    resolved = config.resolve({"policy": "lru"}, environ)
+    assert (resolved.enable, resolved.policy) == (True, "lru")
+
+
+def test_a_bad_value_names_flag_and_environment() -> None:
+    with pytest.raises(ValueError, match=r"--enable-graft \(or GRAFT_ENABLE\): .*'maybe'"):
+        config.resolve({}, {"GRAFT_ENABLE": "maybe"})
+
+
+def test_names_are_unique_and_follow_one_pattern() -> None:
+    rows = config.option_table()
+    assert len({row.env for row in rows}) == len({row.flag for row in rows}) == len(rows)
+    assert {row.env for row in rows} == {"GRAFT_ENABLE", "GRAFT_POLICY", "GRAFT_CHECK"}
+
+
+def test_published_options_arrive_and_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.CONFIG_ENV, "")
+    chosen = config.GraftConfig(enable=True, check=True)
+    config.publish(chosen)
+    assert config.published() == chosen
+    config.publish(config.GraftConfig())
+    assert config.published() is None

@@ -1,0 +1,157 @@
+"""Registrations, promotion, copies and slots, on a tiny pool."""
+
+import pytest
+import torch
+from helpers_adapters import random_adapter, read_matrix
+
+from sglang_graft.adapters import Adapter, ModelSpec, PointerTable, TileMap
+from sglang_graft.cache import Lru, State, UnifiedTree
+from sglang_graft.pool import Arena, Owner, PageLayout, PageLedger
+from sglang_graft.tiers import Residency
+
+SPEC = ModelSpec.llama_like(
+    {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    },
+    torch.float32,
+)
+LAYOUT = PageLayout(layers=2, page_tokens=16, kv_heads=2, head_dim=16, dtype=torch.float32)
+
+
+def make(pages: int = 40, slots: int = 3) -> Residency:
+    ledger = PageLedger(pages)
+    tree = UnifiedTree(ledger, page_tokens=LAYOUT.page_tokens, policy=Lru())
+    tile_map = TileMap(SPEC, LAYOUT.page_bytes)
+    table = PointerTable(slots, tile_map, "cpu")
+    arena = Arena(LAYOUT, pages, "cpu")
+    return Residency(tree=tree, arena=arena, tile_map=tile_map, table=table, pin=False)
+
+
+def adapter(seed: int, rank: int = 4) -> Adapter:
+    return random_adapter(SPEC, {(0, "q_proj"): rank, (1, "down_proj"): rank}, seed)
+
+
+def check(residency: Residency) -> None:
+    residency.check_invariants()
+    residency.table.check_invariants()
+    residency.tree.check_invariants()
+    residency.tree.ledger.check_invariants()
+
+
+def assert_on_device(residency: Residency, slot: int, wanted: Adapter) -> None:
+    for (layer, name), delta in wanted.deltas.items():
+        arguments = (residency.table, residency.arena.buffer, slot, layer, name)
+        assert torch.equal(read_matrix(*arguments, "A"), delta.a)
+        assert torch.equal(read_matrix(*arguments, "B"), delta.b.t())
+
+
+def test_promote_takes_pages_and_activate_brings_bytes() -> None:
+    residency, one = make(), adapter(1)
+    known = residency.add("id-1", "one", one)
+    assert known.node.state is State.ABSENT
+    assert residency.missing_pages("id-1") == len(known.image.pages)
+    assert residency.promote("id-1")
+    assert (known.node.state, residency.copied_bytes) == (State.LOADING, 0)
+    check(residency)
+    residency.tree.lock(known.node)
+    slots = residency.activate([None, "id-1"])
+    assert slots == {None: 0, "id-1": 1}
+    assert known.node.state is State.RESIDENT
+    assert residency.copied_bytes == known.image.pages.numel()
+    assert_on_device(residency, 1, one)
+    residency.activate(["id-1"])
+    assert residency.copied_bytes == known.image.pages.numel(), "a resident adapter is not copied"
+    check(residency)
+
+
+def test_an_adapter_evicted_before_its_forward_is_never_copied() -> None:
+    residency = make()
+    known = residency.add("id-1", "one", adapter(1))
+    residency.promote("id-1")
+    residency.tree.evict(residency.tree.ledger.total)
+    assert (known.node.state, residency.copied_bytes) == (State.ABSENT, 0)
+    check(residency)
+
+
+def test_a_reload_into_other_pages_renews_the_slot() -> None:
+    residency, one = make(), adapter(1)
+    known = residency.add("id-1", "one", one)
+    residency.promote("id-1")
+    residency.activate(["id-1"])
+    residency.tree.evict(residency.tree.ledger.total)
+    taken = residency.tree.ledger.take(3, Owner.KV_RUNNING)
+    assert taken is not None
+    residency.promote("id-1")
+    assert set(known.node.pages).isdisjoint(taken)
+    assert residency.activate(["id-1"])["id-1"] == 1
+    assert_on_device(residency, 1, one)
+    check(residency)
+
+
+def test_slots_go_to_the_least_recently_used() -> None:
+    residency = make(slots=3)
+    adapters = {f"id-{seed}": adapter(seed) for seed in range(3)}
+    for adapter_id, value in adapters.items():
+        residency.add(adapter_id, adapter_id, value)
+        assert residency.promote(adapter_id)
+    assert residency.activate(["id-0", "id-1"]) == {None: 0, "id-0": 1, "id-1": 2}
+    residency.activate(["id-0"])
+    slot = residency.activate(["id-0", "id-2"])["id-2"]
+    assert slot == 2, "id-1 was used longest ago"
+    assert_on_device(residency, 2, adapters["id-2"])
+    check(residency)
+
+
+def test_equal_weights_share_pages_until_the_last_name_goes() -> None:
+    residency = make()
+    first = residency.add("id-1", "one", adapter(1))
+    second = residency.add("id-2", "two", adapter(1))
+    assert first.node is second.node
+    assert first.image is second.image
+    residency.promote("id-1")
+    assert residency.missing_pages("id-2") == 0
+    assert residency.remove("id-1") == 0
+    assert residency.node("id-2") is first.node
+    check(residency)
+    assert residency.remove("id-2") == len(first.image.pages)
+    assert residency.node("id-2") is None
+    assert residency.tree.ledger.free == residency.tree.ledger.total
+    check(residency)
+
+
+def test_a_running_request_keeps_its_removed_adapter() -> None:
+    residency, one = make(), adapter(1)
+    known = residency.add("id-1", "one", one)
+    residency.promote("id-1")
+    residency.tree.lock(known.node)
+    assert residency.remove("id-1") == 0
+    assert not residency.is_known("id-1")
+    slot = residency.activate(["id-1"])["id-1"]
+    assert_on_device(residency, slot, one)
+    again = residency.add("id-2", "one", adapter(1))
+    assert again.node is not known.node
+    residency.tree.unlock(known.node)
+    assert residency.tree.ledger.free == residency.tree.ledger.total
+    check(residency)
+
+
+def test_an_adapter_larger_than_the_pool_is_refused_with_both_sizes() -> None:
+    residency = make(pages=3)
+    with pytest.raises(ValueError, match=r"take \d+ pages .* whole pool has 2 .*max-total-tokens"):
+        residency.add("id-1", "huge", adapter(1, rank=64))
+    assert residency.known() == []
+    check(residency)
+
+
+def test_promote_says_no_when_everything_is_held() -> None:
+    residency = make(pages=12)
+    known = residency.add("id-1", "one", adapter(1))
+    total = residency.tree.ledger.total
+    assert residency.tree.ledger.take(total - known.node.weight_pages + 1, Owner.KV_RUNNING)
+    assert not residency.promote("id-1")
+    assert known.node.state is State.ABSENT
+    check(residency)
