@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,13 @@ START_SECONDS = 300.0
 STOP_SECONDS = 20.0
 ANSWER_SECONDS = 300.0
 LOG_LINES = 60
+
+# Every check that SGLang and Graft have, after every step.
+STRICT = {
+    "GRAFT_CHECK": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
 
 Prompt = tuple[int, ...]
 
@@ -53,6 +60,7 @@ class Server:
 
     url: str
     log: Path
+    flags: tuple[str, ...]
     client: httpx.Client
 
     def get(self, path: str) -> httpx.Response:
@@ -128,7 +136,7 @@ def serve(
         line += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
     log = folder / "server.log"
     with running(line, log, env) as process, httpx.Client(timeout=ANSWER_SECONDS) as client:
-        server = Server(f"http://{HOST}:{port}", log, client)
+        server = Server(f"http://{HOST}:{port}", log, flags, client)
         _wait_healthy(server, process)
         yield server
     assert "Traceback" not in log.read_text(errors="replace"), tail(log)
@@ -158,6 +166,14 @@ def tail(log: Path) -> str:
     """The end of a log, for the message of a failed assertion."""
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
     return "\n".join([f"end of {log}:", *lines])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll until `condition` holds; fail when it does not in good time."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
 
 
 def _wait_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:

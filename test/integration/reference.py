@@ -1,11 +1,14 @@
 """What transformers and PEFT answer in float32, greedily: the truth of the integration tests."""
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tiny_model
 import torch
+from harness import Request
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -74,3 +77,13 @@ def difference(got: list[int], wanted: Answer) -> str | None:
                 return None
             return f"token {place} is {ours}, wanted {theirs} (leads by {margin:.4f})"
     return None
+
+
+def check(
+    reference: Reference, requests: Sequence[Request], answers: Sequence[dict[str, Any]]
+) -> None:
+    """Assert that every answer of a server is the reference's."""
+    for request, answer in zip(requests, answers, strict=True):
+        wanted = reference.answer(request.adapter, request.prompt, request.new_tokens)
+        found = difference(answer["output_ids"], wanted)
+        assert found is None, f"{request.adapter}, {len(request.prompt)} tokens: {found}"

@@ -2,14 +2,15 @@
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_adapters
 import tiny_model
-from harness import Request, Server, greedy, serve
-from reference import Reference, difference
+from harness import Request, Server, greedy, serve, wait_until
+from reference import Reference, check
 
 pytestmark = pytest.mark.server
 
@@ -40,13 +41,6 @@ def server(
 
 def requests_for(adapter: str | None) -> list[Request]:
     return [Request(adapter, prompt) for prompt in PROMPTS.values()]
-
-
-def check(reference: Reference, requests: list[Request], answers: list[dict[str, Any]]) -> None:
-    for request, answer in zip(requests, answers, strict=True):
-        wanted = reference.answer(request.adapter, request.prompt, request.new_tokens)
-        found = difference(answer["output_ids"], wanted)
-        assert found is None, f"{request.adapter}, {len(request.prompt)} tokens: {found}"
 
 
 def cached(answers: list[dict[str, Any]]) -> list[int]:
@@ -213,6 +207,11 @@ def test_equal_weights_under_two_names_share_pages_and_kv(
     assert answer["meta_info"]["cached_tokens"] == whole_pages(server)[-1]
 
 
+def locks(server: Server, name: str) -> int:
+    held: int = next(a["locks"] for a in server.pool()["adapters"] if a["name"] == name)
+    return held
+
+
 def broken(kind: str, folder: Path) -> Path:
     lora: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"]}
     if kind == "dora":
@@ -233,6 +232,27 @@ def test_a_broken_adapter_is_refused_and_others_go_on(
     assert server.post("/generate", {"input_ids": [1], "lora_path": "broken"}).status_code == 404
     requests = [Request(name, PROMPTS[40]) for name in NAMES]
     check(reference, requests, server.ask_all(requests, IN_FLIGHT))
+
+
+def test_requests_end_in_order_when_their_adapter_is_unloaded(
+    server: Server, reference: Reference, adapters: dict[str, Path]
+) -> None:
+    requests = [Request("qv-r8", prompt, new_tokens=48) for prompt in PROMPTS.values()]
+    with ThreadPoolExecutor(len(requests)) as threads:
+        answers = [threads.submit(server.ask, request) for request in requests]
+        wait_until(lambda: locks(server, "qv-r8") > 0)
+        assert server.unload("qv-r8").status_code == 200
+    check(reference, requests, [answer.result() for answer in answers])
+    assert server.load("qv-r8", adapters["qv-r8"]).status_code == 200
+
+
+def test_a_client_that_leaves_gives_its_pages_back(server: Server) -> None:
+    body = Request("all-r64", PROMPTS[300], new_tokens=1500).body() | {"stream": True}
+    with server.client.stream("POST", server.url + "/generate", json=body) as stream:
+        next(stream.iter_lines())
+        assert locks(server, "all-r64") > 0
+    wait_until(lambda: locks(server, "all-r64") == 0)
+    assert server.pool()["pages"]["kv_running"] == 0
 
 
 def test_nothing_is_left_after_a_flush(server: Server) -> None:

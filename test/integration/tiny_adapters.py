@@ -87,3 +87,15 @@ def save_all(folder: Path) -> dict[str, Path]:
         name: save(folder / name, lora, seed=100 + number, dtype=dtype)
         for number, (name, (lora, dtype)) in enumerate(KINDS.items())
     }
+
+
+def save_ranks(folder: Path, ranks: dict[str, int]) -> dict[str, Path]:
+    """Adapters of given ranks that touch every linear, by name."""
+    return {
+        name: save(
+            folder / name,
+            {"r": rank, "lora_alpha": 16, "target_modules": list(ALL)},
+            seed=200 + number,
+        )
+        for number, (name, rank) in enumerate(ranks.items())
+    }

@@ -19,10 +19,10 @@ def show_pool(report: dict[str, Any], console: Console) -> None:
     pages.add_row(*counts, str(report["invalid_kv_pages"]))
     console.print(pages)
     adapters = Table(title="adapters")
-    for name in (*_COLUMNS, "identity"):
-        adapters.add_column(name, justify="left" if name in ("name", "state") else "right")
+    for name in _COLUMNS:
+        words = name in ("name", "state")
+        adapters.add_column(name, justify="left" if words else "right", no_wrap=words)
     base = {"name": "(base model)", "hits": "", **report["base"]}
     for row in (base, *report["adapters"]):
-        cells = [str(row[name]) for name in _COLUMNS]
-        adapters.add_row(*cells, (row["identity"] or "")[:12])
+        adapters.add_row(*(str(row[name]) for name in _COLUMNS))
     console.print(adapters)

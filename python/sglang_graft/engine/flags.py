@@ -18,12 +18,9 @@ from sglang_graft.engine.page_size import default_page_size
 
 BACKEND = "graft"
 DEFAULT_SLOTS = 64
+SGLANG_DEFAULT_SLOTS = 8
 DEFAULT_MAX_RANK = 256
 _flags: dict[str, Any] = {}
-
-
-class _Unset(int):
-    """SGLang's own default of --max-loras-per-batch, told apart from a value that a user gave."""
 
 
 class _Record(argparse.Action):
@@ -54,16 +51,13 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
             help=f"{row.meaning} Default {row.default}; environment {row.env}.",
             **extra,
         )
-    for action in parser._actions:
-        if action.dest == "max_loras_per_batch" and action.default is not None:
-            action.default = _Unset(action.default)
 
 
 def resolve_arguments(original: Callable[[Any], None], server_args: Any) -> None:
     """AROUND `__post_init__`: choose Graft's parts before SGLang resolves the rest."""
     chosen = config.resolve(_flags, os.environ)
+    config.publish(chosen)
     if not chosen.enable:
-        config.publish(chosen)
         original(server_args)
         return
     verify(HOOKS)
@@ -76,7 +70,6 @@ def resolve_arguments(original: Callable[[Any], None], server_args: Any) -> None
     from sglang_graft.serving.install import install
 
     install()
-    config.publish(chosen)
 
 
 def _set_defaults(server_args: Any) -> None:
@@ -87,8 +80,9 @@ def _set_defaults(server_args: Any) -> None:
     # so a generous rank costs a few KB; a user's own, tighter limits stay in force.
     server_args.max_lora_rank = server_args.max_lora_rank or DEFAULT_MAX_RANK
     server_args.lora_target_modules = server_args.lora_target_modules or ["all"]
-    slots = server_args.max_loras_per_batch
-    if isinstance(slots, _Unset) or slots == type(server_args).max_loras_per_batch:
+    if server_args.max_loras_per_batch == SGLANG_DEFAULT_SLOTS:
+        # SGLang's default cannot be told from a user's own 8. Its slots hold padded weights, ours
+        # hold pointers: the wider bound takes no room from anybody, and any other number stays.
         server_args.max_loras_per_batch = DEFAULT_SLOTS
     if server_args.page_size is None:
         server_args.page_size = default_page_size(server_args)
