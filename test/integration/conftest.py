@@ -25,4 +25,4 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def reference(adapters: dict[str, Path]) -> Reference:
     """Their greedy answers by transformers and PEFT."""
     torch.set_num_threads(1)  # the server runs beside us
-    return Reference(adapters)
+    return Reference(tiny_model.new_model(), adapters)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tiny_model
 import torch
 from harness import Request
 
@@ -29,10 +28,10 @@ class Answer:
 class Reference:
     """Greedy answers of the base model and its adapters, each computed once."""
 
-    def __init__(self, adapters: dict[str, Path]) -> None:
+    def __init__(self, base: torch.nn.Module, adapters: dict[str, Path]) -> None:
         self._answers: dict[tuple[str | None, tuple[int, ...]], Answer] = {}
         (first, folder), *rest = adapters.items()
-        self._model = peft.PeftModel.from_pretrained(tiny_model.new_model(), folder, first)
+        self._model = peft.PeftModel.from_pretrained(base, folder, first)
         for name, path in rest:
             self._model.load_adapter(path, name)
         self._model.eval()

@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def truth(folders: dict[str, Path]) -> Reference:
-    return Reference({name: folders[name] for name in RANKS | BIG})
+    return Reference(tiny_model.new_model(), {name: folders[name] for name in RANKS | BIG})
 
 
 @pytest.fixture(scope="module")

@@ -68,11 +68,10 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return pool
 
     def get_paged_allocator_cls(self) -> type:
-        """SGLang's allocator for single tokens: the paged one needs Triton."""
-        from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+        """An allocator for single tokens: SGLang's paged one needs Triton."""
+        from sglang_graft.engine.cpu_allocator import CpuTokenAllocator
 
-        allocator: type = TokenToKVPoolAllocator
-        return allocator
+        return CpuTokenAllocator
 
     def get_dispatch_key_name(self) -> str:
         """Operators run in their plain torch form."""
