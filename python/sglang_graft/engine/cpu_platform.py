@@ -82,8 +82,9 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def init_backend(self) -> None:
-        """Each worker: make `pin_memory` a no-op."""
+        """Each worker: make `pin_memory` a no-op, and let grammars mask logits."""
         ignore_pin_memory()
+        mask_logits_on_cpu()
 
 
 def ignore_pin_memory() -> None:
@@ -109,3 +110,17 @@ def _without_pin(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 def _same(self: torch.Tensor, device: Any = None) -> torch.Tensor:
     return self
+
+
+def mask_logits_on_cpu() -> None:
+    """Let SGLang's default grammar backend work: its own masking is a Triton kernel.
+
+    Without this the first request with a JSON schema or a regular expression ends the server.
+    """
+    import xgrammar
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+
+    def apply_vocab_mask(self: Any, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+        xgrammar.apply_token_bitmask_inplace(logits, vocab_mask)
+
+    XGrammarGrammar.apply_vocab_mask = apply_vocab_mask

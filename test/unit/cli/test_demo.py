@@ -10,31 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers_pool import POOL
 from rich.console import Console
 
 from sglang_graft.cli import demo
 from sglang_graft.cli.demo_client import ask, pool_state
 from sglang_graft.cli.demo_server import ServerError
 from sglang_graft.cli.pool_table import show_pool
-
-POOL: dict[str, Any] = {
-    "pages": {
-        "total": 9, "free": 4, "adapter": 2, "kv_cached": 3, "kv_running": 0, "in_flight": 0
-    },
-    "page_bytes": 2**20,
-    "page_tokens": 32,
-    "base": {
-        "identity": None, "state": "resident", "pages": 0, "kv_pages": 1, "locks": 0, "hits": 1,
-        "loads": 0, "evictions": 0,
-    },
-    "invalid_kv_pages": 0,
-    "adapters": [
-        {
-            "name": "legal", "identity": "a1", "state": "resident", "pages": 2, "kv_pages": 3,
-            "locks": 0, "hits": 2, "loads": 1, "evictions": 0,
-        }
-    ],
-}  # fmt: skip
 
 
 class FakeServer(BaseHTTPRequestHandler):
