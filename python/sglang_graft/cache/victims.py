@@ -1,8 +1,9 @@
-"""The persistent heap of eviction candidates, with lazy invalidation."""
+"""The persistent order of eviction candidates, with lazy invalidation."""
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 
 from sglang_graft.cache.node import Entry, Node
 from sglang_graft.cache.policy import EvictionPolicy
@@ -18,52 +19,65 @@ class VictimHeap:
     was locked, got children or was used since its push keeps its entry untouched, so that match,
     insert and lock do no heap work. `pop` settles such entries when they surface: nodes that are
     no victims lose their entry (the tree pushes them again when they become one), used nodes go
-    back with their present value. Each push pays for one settlement, so a victim costs O(log n).
+    back with their present value. Each push pays for one settlement, so a victim costs O(log n) at most.
+
+    Two places keep the order. Entries that come in rising order go to the lane, a queue: under LRU
+    that is nearly all of them, so a victim costs O(1) whatever the size of the tree. The others go
+    to the heap. The smaller of both heads is next.
 
     An entry is dead when its node went away or was pushed anew. Dead entries are swept once they
-    outnumber the live ones, so the heap never exceeds twice the nodes plus a constant.
+    outnumber the live ones, so both places never exceed twice the nodes plus a constant.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._heap: list[Entry] = []
+        self._lane: deque[Entry] = deque()
         self._pushes = 0
         self._dead = 0
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._heap) + len(self._lane)
 
     def push(self, node: Node) -> None:
         """Enter a node that became an evictable leaf; a node that has an entry keeps it."""
-        if node.entry is None:
-            heapq.heappush(self._heap, self._entry(node))
+        if node.entry is not None:
+            return
+        entry = self._entry(node)
+        if not self._lane or self._lane[-1] < entry:
+            self._lane.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
 
     def pop(self) -> Node | None:
         """Remove and return the least valuable evictable leaf; None = there is none."""
-        heap = self._heap
-        while heap:
-            entry = heap[0]
+        while (entry := self._take()) is not None:
             node = entry[3]
             if node.entry is not entry:
-                heapq.heappop(heap)
                 self._dead -= 1
-            elif not node.is_victim():
-                heapq.heappop(heap)
-                node.entry = None
-            elif self._policy.value(node) > entry[0]:
-                heapq.heapreplace(heap, self._entry(node))
-            else:
-                heapq.heappop(heap)
-                node.entry = None
-                return node
+                continue
+            node.entry = None
+            if not node.is_victim():
+                continue
+            if self._policy.value(node) > entry[0]:
+                self.push(node)
+                continue
+            return node
         return None
+
+    def _take(self) -> Entry | None:
+        """The smallest entry, live or dead."""
+        heap, lane = self._heap, self._lane
+        if lane and not (heap and heap[0] < lane[0]):
+            return lane.popleft()
+        return heapq.heappop(heap) if heap else None
 
     def forget(self, node: Node) -> None:
         """The node leaves the tree by another way than `pop`."""
         if node.entry is not None:
             node.entry = None
             self._dead += 1
-            if self._dead > _DEAD_KEPT and 2 * self._dead > len(self._heap):
+            if self._dead > _DEAD_KEPT and 2 * self._dead > len(self):
                 self._sweep()
 
     def reshaped(self, node: Node) -> None:
@@ -74,33 +88,40 @@ class VictimHeap:
 
     def reprice(self) -> None:
         """Take every value anew. O(n)."""
-        self._sweep()
-        self._heap = [self._entry(entry[3]) for entry in self._heap]
-        heapq.heapify(self._heap)
+        nodes = [entry[3] for entry in self._live()]
+        self._dead = 0
+        self._lane = deque(sorted(self._entry(node) for node in nodes))
+        self._heap = []
 
     def clear(self) -> None:
         """Drop every entry, live or dead."""
-        for entry in self._heap:
+        for entry in (*self._heap, *self._lane):
             entry[3].entry = None
         self._heap.clear()
+        self._lane.clear()
         self._dead = 0
 
     def check_invariants(self) -> None:
         """Heap order, one live entry a node, the count of dead ones, no value above its node's."""
-        heap = self._heap
+        heap, lane = self._heap, list(self._lane)
         for place in range(1, len(heap)):
             assert heap[(place - 1) // 2] < heap[place], f"victim heap out of order at {place}"
-        live = [entry for entry in heap if entry[3].entry is entry]
-        dead = len(heap) - len(live)
-        assert dead == self._dead, f"victim heap: {dead} dead entries, counter says {self._dead}"
-        assert dead <= _DEAD_KEPT or 2 * dead <= len(heap), f"{dead} dead of {len(heap)} entries"
+        for place in range(1, len(lane)):
+            assert lane[place - 1] < lane[place], f"victim lane out of order at {place}"
+        live = self._live()
+        dead = len(self) - len(live)
+        assert dead == self._dead, f"victims: {dead} dead entries, the counter says {self._dead}"
+        assert dead <= _DEAD_KEPT or 2 * dead <= len(self), f"{dead} dead of {len(self)} entries"
         for value, serial, _, node in live:
             now = self._policy.value(node)
             assert value <= now, f"node {serial}: value fell from {value} to {now} unseen"
 
     def live_serials(self) -> set[int]:
         """Serials of the nodes with a live entry. O(n), for checks."""
-        return {entry[1] for entry in self._heap if entry[3].entry is entry}
+        return {entry[1] for entry in self._live()}
+
+    def _live(self) -> list[Entry]:
+        return [entry for entry in (*self._heap, *self._lane) if entry[3].entry is entry]
 
     def _entry(self, node: Node) -> Entry:
         self._pushes += 1
@@ -111,4 +132,5 @@ class VictimHeap:
     def _sweep(self) -> None:
         self._heap = [entry for entry in self._heap if entry[3].entry is entry]
         heapq.heapify(self._heap)
+        self._lane = deque(entry for entry in self._lane if entry[3].entry is entry)
         self._dead = 0

@@ -144,3 +144,9 @@ def test_drops_do_not_leave_entries_behind(run) -> None:
 def test_unknown_policies_name_the_known_ones() -> None:
     with pytest.raises(ValueError, match="wanted one of lru; got 'mru'"):
         make_policy("mru")
+
+
+def test_entries_in_rising_order_cost_no_heap_work_and_all_come_in_order() -> None:
+    heap = filled(*(leaf(serial, used) for serial, used in enumerate((1, 2, 5, 3, 4, 6))))
+    assert (len(heap._lane), len(heap._heap)) == (4, 2)
+    assert serials(heap) == [0, 1, 3, 4, 2, 5]
