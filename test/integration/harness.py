@@ -1,5 +1,6 @@
 """Start a real server as a user does, ask it, and always stop it with all of its children."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -88,6 +89,14 @@ class Server:
         """Answer of one request: `output_ids`, `meta_info` and more."""
         answer: dict[str, Any] = self.generate(request.body())
         return answer
+
+    def ask_batch(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Answers of one HTTP request that carries all of `requests`."""
+        bodies = [request.body() for request in requests]
+        answers: list[dict[str, Any]] = self.generate(
+            {key: [body[key] for body in bodies] for key in bodies[0]}
+        )
+        return answers
 
     def ask_all(self, requests: Sequence[Request], in_flight: int) -> list[dict[str, Any]]:
         """Answers in the order of `requests`, with up to `in_flight` of them under way."""
@@ -193,19 +202,12 @@ def _is_healthy(server: Server) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the whole group: kindly first, then what is left of it by force."""
-    _signal_group(process.pid, signal.SIGTERM)
+    """Let the server end its children itself, then end what is left of the group by force."""
+    process.terminate()
     try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass  # the next line does not ask
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
     finally:
-        _signal_group(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return  # all of it has ended

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -128,11 +129,11 @@ def test_mixed_requests_under_pressure(server: Server, truth: Reference) -> None
 
 def test_long_answers_outgrow_the_pool(server: Server, truth: Reference) -> None:
     requests = [
-        Request(name, tiny_model.prompt(20, seed=80 + i), new_tokens=120)
-        for i, name in enumerate(["a", "b", None, "c"] * 4)
+        Request(name, tiny_model.prompt(20, seed=80 + i), new_tokens=110)
+        for i, name in enumerate(["a", "b", None, "c"] * 3)
     ]
     with Sampler(server):
-        answers = server.ask_all(requests, len(requests))
+        answers = server.ask_batch(requests)
     check(truth, requests, answers)
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
     flushed(server)
@@ -157,6 +158,44 @@ def test_kv_and_adapters_borrow_from_each_other(server: Server, truth: Reference
     assert shared["pages"]["adapter"] > full["pages"]["adapter"] + 40
     assert by_name(again)["a"]["kv_pages"] > 0.7 * POOL_PAGES
     assert again["pages"]["adapter"] < shared["pages"]["adapter"] - 40
+    flushed(server)
+
+
+def leave_early(server: Server, request: Request) -> None:
+    body = request.body() | {"stream": True}
+    with server.client.stream("POST", server.url + "/generate", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+
+
+def reload(server: Server, name: str, folder: Path) -> None:
+    assert server.unload(name).status_code == 200
+    assert server.load(name, folder).status_code == 200
+
+
+def test_adapters_come_and_go_while_requests_run(
+    server: Server, truth: Reference, folders: dict[str, Path]
+) -> None:
+    requests = [r for r in mixed_requests() if r.adapter][:60]
+    answers: list[dict[str, Any] | None] = [None] * len(requests)
+
+    def work(first: int) -> None:
+        for i in range(first, len(requests), IN_FLIGHT):
+            response = server.post("/generate", requests[i].body())
+            if response.status_code != 404:  # unloaded just now
+                answers[i] = response.json()
+            if i % 5 == 0:
+                leave_early(server, requests[i - 1])
+
+    with Sampler(server), ThreadPoolExecutor(IN_FLIGHT) as threads:
+        working = [threads.submit(work, first) for first in range(IN_FLIGHT)]
+        for name in list(RANKS) * 2:
+            reload(server, name, folders[name])
+    for worker in working:
+        worker.result()
+    done = [(r, a) for r, a in zip(requests, answers, strict=True) if a is not None]
+    assert len(done) > len(requests) // 2
+    check(truth, [request for request, _ in done], [answer for _, answer in done])
     flushed(server)
 
 

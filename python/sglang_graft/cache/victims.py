@@ -19,7 +19,8 @@ class VictimHeap:
     was locked, got children or was used since its push keeps its entry untouched, so that match,
     insert and lock do no heap work. `pop` settles such entries when they surface: nodes that are
     no victims lose their entry (the tree pushes them again when they become one), used nodes go
-    back with their present value. Each push pays for one settlement, so a victim costs O(log n) at most.
+    back with their present value. Each push pays for one settlement, so a victim costs
+    O(log n) at most.
 
     Two places keep the order. Entries that come in rising order go to the lane, a queue: under LRU
     that is nearly all of them, so a victim costs O(1) whatever the size of the tree. The others go

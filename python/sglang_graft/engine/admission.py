@@ -4,8 +4,9 @@ Targets (0.5.17):
 - `Scheduler._can_schedule_lora_req`: ends requests whose adapter was unloaded meanwhile;
 - `PrefillAdder.add_one_req`: promotes the adapter within the budget that the adder has left, so
   that what was promised to running requests and to this pass's earlier ones stays untouched;
-- `Scheduler.init_req_max_new_tokens`: SGLang bounds a request by the pool; ours is the pool less
-  the adapter's pages, otherwise such a request would wait for ever.
+- `PrefillAdder.preempt_to_schedule`: the adapter's pages count in what preemption has to free;
+- `Scheduler._add_request_to_queue`: a request that fits into the pool less its adapter's pages at
+  no time would wait for ever, and all others behind it.
 
 A request whose adapter does not fit now blocks those behind it, as one whose KV does not fit
 does: first come, first served, so no adapter starves.
@@ -28,9 +29,13 @@ def can_schedule(
     if not self.tree_cache.residency.is_known(req.lora_id):
         message = f"LoRA adapter {req.lora_id} was unloaded before this request could start"
         req.set_finish_with_abort(message)
-        # What is left of the request is one token that nobody sees; it needs no adapter.
-        req.lora_id = None
+        _forget_adapter(req)
     return original(self, req, running_loras)
+
+
+def _forget_adapter(req: Any) -> None:
+    """For a request that ends unanswered: the one token left of it needs no adapter."""
+    req.lora_id = None
 
 
 def tokens_wanted(req: Any, page_size: int) -> int:
@@ -56,26 +61,52 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, **rest: Any) 
     return result
 
 
-def limit_new_tokens(result: None, self: Any, req: Any) -> None:
-    """AFTER `init_req_max_new_tokens`: leave room for the adapter, or refuse the request."""
+def fit_into_pool(self: Any, req: Any, is_retracted: bool = False) -> None:
+    """BEFORE `_add_request_to_queue`: leave room for the adapter, or refuse the request.
+
+    What passes here is admitted by `PrefillAdder` as soon as nothing else runs.
+    """
     cache: GraftPrefixCache = self.tree_cache
+    if req.to_finish and not req.output_ids:
+        _forget_adapter(req)
     node = cache.residency.node(req.lora_id)
-    if node is None or not node.weight_pages:
+    if node is None:
         return
-    size = self.page_size
-    prompt = -(-len(req.origin_input_ids) // size) * size
-    room = self.max_total_num_tokens - node.weight_pages * size - prompt - size - 1
-    if room < 1 and not req.to_finish:
+    size, sampling = self.page_size, req.sampling_params
+    prompt, weights = len(req.origin_input_ids), node.weight_pages * size
+    # The adder keeps a page for rounding, and its comparison is strict.
+    room = self.max_total_num_tokens - weights - -(-prompt // size) * size - size - 1
+    if room < min(sampling.max_new_tokens, 1):
         req.set_finish_with_abort(
             f"The request does not fit into the pool: {prompt} tokens of prompt and"
-            f" {node.weight_pages * size} tokens' worth of adapter weights, of"
+            f" {weights} tokens' worth of adapter weights, of"
             f" {self.max_total_num_tokens} in all. Use a shorter prompt or a larger pool."
         )
+        _forget_adapter(req)
         room = 1
-    req.sampling_params.max_new_tokens = min(req.sampling_params.max_new_tokens, max(room, 1))
-    req.sampling_params.min_new_tokens = min(
-        req.sampling_params.min_new_tokens, req.sampling_params.max_new_tokens
-    )
+    sampling.max_new_tokens = min(sampling.max_new_tokens, room)
+    sampling.min_new_tokens = min(sampling.min_new_tokens, sampling.max_new_tokens)
+
+
+def preempt_to_schedule(
+    original: Callable[..., bool], self: Any, req: Any, server_args: Any
+) -> bool:
+    """AROUND `PrefillAdder.preempt_to_schedule`: preempt only what makes the request fit.
+
+    SGLang forgets the requests that it preempted when the one that they made room for is not
+    admitted after all. So what admission will ask for beyond the prompt counts here as well: the
+    adapter unless a request holds it, the cached prefix once it is locked, the page to round.
+    """
+    cache: GraftPrefixCache = self.tree_cache
+    node = cache.residency.node(req.lora_id)
+    assert node is not None, f"adapter {req.lora_id} is not registered"
+    extra = (1 if node.lock else 1 + node.weight_pages) * self.page_size
+    extra += len(req.prefix_indices) + 1
+    self.rem_total_token_offset += extra
+    try:
+        return original(self, req, server_args)
+    finally:
+        self.rem_total_token_offset -= extra
 
 
 HOOKS = (
@@ -94,10 +125,17 @@ HOOKS = (
         reason="promote the adapter within the admission budget",
     ),
     Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens",
-        kind="after",
-        function=limit_new_tokens,
-        parameters=("self", "req"),
+        target="sglang.srt.managers.schedule_policy.PrefillAdder.preempt_to_schedule",
+        kind="around",
+        function=preempt_to_schedule,
+        parameters=("self", "req", "server_args"),
+        reason="no running request is preempted, and lost, for one that does not fit",
+    ),
+    Hook(
+        target="sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
+        kind="before",
+        function=fit_into_pool,
+        parameters=("self", "req", "is_retracted"),
         reason="a request must fit into the pool beside its adapter",
     ),
 )

@@ -1,10 +1,9 @@
 """Which adapter a request names, and 404 for a name that nobody loaded.
 
-Targets (0.5.17): `OpenAIServingBase._resolve_lora_path` (OpenAI routes),
-`TokenizerManager._validate_and_resolve_lora` (all requests) and
-`TokenizerControlMixin._unload_lora_adapter_locked`. Reason: SGLang answers an unknown `model` with
-the base model and an unknown `lora_path` with 400; a typo must never be answered by another model.
-And it silently loads an unloaded adapter again when a request names it.
+Targets (0.5.17): `OpenAIServingBase._resolve_lora_path` (OpenAI routes) and
+`TokenizerManager._validate_and_resolve_lora` (all requests). Reason: SGLang answers an unknown
+`model` with the base model and an unknown `lora_path` with 400; a typo must never be answered by
+another model.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -89,11 +88,6 @@ async def resolve_native(original: Callable[..., Awaitable[None]], self: Any, ob
     await original(self, obj)
 
 
-def forget_name(self: Any, obj: Any) -> None:
-    """BEFORE `_unload_lora_adapter_locked`: requests that come from now on do not find the name."""
-    self.lora_ref_cache.pop(obj.lora_name, None)
-
-
 HOOKS = (
     Hook(
         target="sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._resolve_lora_path",
@@ -108,13 +102,5 @@ HOOKS = (
         function=resolve_native,
         parameters=("self", "obj"),
         reason="unknown adapters are 404 and name the loaded ones",
-    ),
-    Hook(
-        target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-        "._unload_lora_adapter_locked",
-        kind="before",
-        function=forget_name,
-        parameters=("self", "obj"),
-        reason="an unloaded adapter stays unloaded",
     ),
 )

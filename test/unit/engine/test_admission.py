@@ -1,0 +1,98 @@
+"""What enters the waiting queue can be admitted once nothing runs, and preemption loses nobody."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_graft.cache import AdapterNode
+from sglang_graft.engine.admission import fit_into_pool, preempt_to_schedule, tokens_wanted
+
+PAGE = 16
+POOL_PAGES = 20
+
+
+def scheduler(weight_pages: int) -> Any:
+    """A scheduler whose adapter "a" takes `weight_pages`, as far as admission looks at it."""
+    nodes = {None: AdapterNode(1, None, 0), "a": AdapterNode(2, "weights", weight_pages)}
+    cache = SimpleNamespace(residency=SimpleNamespace(node=nodes.get))
+    return SimpleNamespace(tree_cache=cache, page_size=PAGE, max_total_num_tokens=POOL_PAGES * PAGE)
+
+
+class Request:
+    """The parts of SGLang's request that admission reads and writes."""
+
+    def __init__(self, prompt: int, new: int, adapter: str | None) -> None:
+        self.origin_input_ids = [7] * prompt
+        self.output_ids: list[int] = []
+        self.prefix_indices: list[int] = []
+        self.lora_id = adapter
+        self.to_finish: str | None = None
+        self.sampling_params = SimpleNamespace(max_new_tokens=new, min_new_tokens=0)
+
+    @property
+    def full_untruncated_fill_ids(self) -> list[int]:
+        return self.origin_input_ids + self.output_ids
+
+    def set_finish_with_abort(self, message: str) -> None:
+        self.origin_input_ids, self.to_finish = [0], message
+
+
+def is_admissible(request: Request, weight_pages: int) -> bool:
+    """Whether SGLang's budget lets it run in an empty pool."""
+    weights = weight_pages * PAGE if request.lora_id else 0
+    # SGLang marks a request of no tokens as one of one token when it runs.
+    return tokens_wanted(request, PAGE) + weights < POOL_PAGES * PAGE
+
+
+@pytest.mark.parametrize("adapter", [None, "a"])
+@pytest.mark.parametrize("weight_pages", [1, 9, POOL_PAGES - 2, POOL_PAGES - 1])
+@pytest.mark.parametrize("new", [0, 1, 5, 10_000])
+def test_every_queued_request_is_admissible(
+    adapter: str | None, weight_pages: int, new: int
+) -> None:
+    host = scheduler(weight_pages)
+    for prompt in range(1, POOL_PAGES * PAGE + 5):
+        request = Request(prompt, new, adapter)
+        fit_into_pool(host, request)
+        assert is_admissible(request, weight_pages), (prompt, vars(request.sampling_params))
+        if request.to_finish is None and new:
+            assert request.sampling_params.max_new_tokens >= 1, prompt
+
+
+def test_a_request_that_failed_already_needs_no_adapter() -> None:
+    host, request = scheduler(15), Request(1, 300, "a")
+    request.to_finish = "logprob_start_len is out of range"
+    fit_into_pool(host, request)
+    assert request.lora_id is None
+    assert is_admissible(request, 15)
+    assert request.to_finish == "logprob_start_len is out of range"
+
+
+def test_a_retracted_request_stays_as_it_is() -> None:
+    host, request = scheduler(9), Request(40, 10_000, "a")
+    fit_into_pool(host, request)
+    new = request.sampling_params.max_new_tokens
+    request.output_ids = [3] * new
+    fit_into_pool(host, request, is_retracted=True)
+    assert (request.lora_id, request.to_finish) == ("a", None)
+    assert request.sampling_params.max_new_tokens == new
+
+
+@pytest.mark.parametrize(("locks", "wanted"), [(0, 1 + 9), (1, 1)])
+def test_preemption_counts_the_adapter(locks: int, wanted: int) -> None:
+    adder = scheduler(9)
+    adder.tree_cache.residency.node("a").lock = locks
+    adder.rem_total_token_offset = 100
+    request = Request(40, 5, "a")
+    request.prefix_indices = [5] * 32
+    seen: list[int] = []
+
+    def original(self: Any, _: Any, __: Any) -> bool:
+        seen.append(self.rem_total_token_offset - 100)
+        self.rem_total_token_offset -= 30  # a preempted request's reserve
+        return True
+
+    assert preempt_to_schedule(original, adder, request, None)
+    assert seen == [wanted * PAGE + 32 + 1]
+    assert adder.rem_total_token_offset == 70
