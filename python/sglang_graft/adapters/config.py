@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_graft.adapters.errors import AdapterError
+from sglang_graft.adapters.errors import AdapterError, show
 from sglang_graft.adapters.files import read_json_object
 from sglang_graft.adapters.refusals import refuse_unsupported
 
@@ -44,11 +44,11 @@ def read_config(folder: Path) -> LoraConfig:
         alpha=_number(file, "lora_alpha", keys.get("lora_alpha", _DEFAULT_ALPHA)),
         use_rslora=_flag(file, "use_rslora", keys.get("use_rslora")),
         rank_pattern={
-            key: _rank(file, f"rank_pattern[{key!r}]", value)
+            key: _rank(file, f"rank_pattern[{show(key)}]", value)
             for key, value in _mapping(file, "rank_pattern", keys.get("rank_pattern")).items()
         },
         alpha_pattern={
-            key: _number(file, f"alpha_pattern[{key!r}]", value)
+            key: _number(file, f"alpha_pattern[{show(key)}]", value)
             for key, value in _mapping(file, "alpha_pattern", keys.get("alpha_pattern")).items()
         },
         target_modules=_names(file, "target_modules", keys.get("target_modules")),
@@ -59,15 +59,15 @@ def read_config(folder: Path) -> LoraConfig:
 
 def _rank(file: Path, key: str, value: object) -> int:
     if type(value) is not int or value < 1:
-        raise AdapterError(file, key, f"wanted an integer of at least 1, got {value!r}")
+        raise AdapterError(file, key, f"wanted an integer of at least 1, got {show(value)}")
     return value
 
 
 def _number(file: Path, key: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise AdapterError(file, key, f"wanted a number, got {value!r}")
+        raise AdapterError(file, key, f"wanted a number, got {show(value)}")
     if not -_LARGEST_ALPHA <= value <= _LARGEST_ALPHA:  # NaN fails this too
-        raise AdapterError(file, key, f"wanted a finite float32, got {value!r}")
+        raise AdapterError(file, key, f"wanted a finite float32, got {show(value)}")
     return float(value)
 
 
@@ -75,7 +75,7 @@ def _flag(file: Path, key: str, value: object) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise AdapterError(file, key, f"wanted true or false, got {value!r}")
+        raise AdapterError(file, key, f"wanted true or false, got {show(value)}")
     return value
 
 
@@ -83,7 +83,7 @@ def _mapping(file: Path, key: str, value: object) -> dict[str, object]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise AdapterError(file, key, f"wanted an object of pattern: number, got {value!r}")
+        raise AdapterError(file, key, f"wanted an object of pattern: number, got {show(value)}")
     return value
 
 
@@ -92,7 +92,7 @@ def _names(file: Path, key: str, value: object) -> str | tuple[str, ...] | None:
         return value
     if isinstance(value, list) and all(isinstance(name, str) for name in value):
         return tuple(value)
-    raise AdapterError(file, key, f"wanted a string or a list of strings, got {value!r}")
+    raise AdapterError(file, key, f"wanted a string or a list of strings, got {show(value)}")
 
 
 def _layers(file: Path, value: object) -> tuple[int, ...] | None:
@@ -101,6 +101,8 @@ def _layers(file: Path, value: object) -> tuple[int, ...] | None:
     layers = value if isinstance(value, list) else [value]
     if any(type(layer) is not int for layer in layers):
         raise AdapterError(
-            file, "layers_to_transform", f"wanted an integer or a list of integers, got {value!r}"
+            file,
+            "layers_to_transform",
+            f"wanted an integer or a list of integers, got {show(value)}",
         )
     return tuple(layers)

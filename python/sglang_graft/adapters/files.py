@@ -1,18 +1,27 @@
 """Small JSON files of an adapter folder."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from sglang_graft.adapters.errors import AdapterError
 
+_LARGEST = 16 * 2**20
+
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object in `file`, keys in file order. Raises AdapterError naming the file."""
     try:
-        text = file.read_bytes()
+        # A pipe would block for ever, and a device never ends.
+        if os.path.exists(file) and not os.path.isfile(file):
+            raise AdapterError(file, "file", "is not a regular file")
+        with file.open("rb") as stream:
+            text = stream.read(_LARGEST + 1)
     except OSError as error:
         raise AdapterError(file, "file", f"cannot be read: {error.strerror}") from error
+    if len(text) > _LARGEST:
+        raise AdapterError(file, "file", f"wanted at most {_LARGEST} bytes")
     try:
         # ValueError covers bad JSON, bad UTF-8 and absurdly long numbers.
         value = json.loads(text)

@@ -19,13 +19,13 @@ from sglang_graft.adapters.weights import open_weights
 
 
 def read_adapter(path: str | os.PathLike[str], spec: ModelSpec) -> Adapter:
-    """Read the folder `path` (`adapter_config.json`, `adapter_model.safetensors`) for `spec`.
+    """Read the folder `path` (`adapter_config.json` and the weights beside it) for `spec`.
 
     Weights are cast once to `spec.dtype` and live in ordinary host memory. Nothing is fetched, and
     of other files only `added_tokens.json` is read. Raises AdapterError naming file, tensor or key.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False also for a path too long or with a zero byte in it
         raise AdapterError(folder, "folder", "is not a folder")
     config = read_config(folder)
     refuse_new_tokens(folder, spec)

@@ -7,7 +7,7 @@ later PEFT that we have never seen is therefore accepted only while it is off.
 from collections.abc import Mapping
 from pathlib import Path
 
-from sglang_graft.adapters.errors import AdapterError
+from sglang_graft.adapters.errors import AdapterError, show
 
 # Read elsewhere in this package.
 _APPLIED = frozenset(
@@ -52,17 +52,19 @@ _SPECIAL = frozenset({"peft_type", "bias", "init_lora_weights"})
 def refuse_unsupported(file: Path, keys: Mapping[str, object]) -> None:
     """Raise AdapterError for the first key (by name) that asks for more than plain LoRA."""
     if keys.get("peft_type") != "LORA":
-        raise AdapterError(file, "peft_type", f"wanted 'LORA', got {keys.get('peft_type')!r}")
+        raise AdapterError(file, "peft_type", f"wanted 'LORA', got {show(keys.get('peft_type'))}")
     if keys.get("bias", "none") not in ("none", None):
         raise AdapterError(
-            file, "bias", f"wanted 'none', got {keys['bias']!r}: trained biases are not supported"
+            file,
+            "bias",
+            f"wanted 'none', got {show(keys['bias'])}: trained biases are not supported",
         )
     _refuse_changed_base(file, keys.get("init_lora_weights"))
     for key in sorted(keys.keys() - _APPLIED - _HARMLESS - _SPECIAL):
         if not keys[key]:
             continue
         why = _UNSUPPORTED.get(key, "not a key that we know, so it may change the result")
-        raise AdapterError(file, key, f"wanted it off, got {keys[key]!r}: {why}")
+        raise AdapterError(file, key, f"wanted it off, got {show(keys[key])}: {why}")
 
 
 def _refuse_changed_base(file: Path, init: object) -> None:
@@ -70,14 +72,17 @@ def _refuse_changed_base(file: Path, init: object) -> None:
 
     Weights saved like that are relative to a base that no other request may see.
     """
-    name = str(init).lower()
+    plain = init is None or isinstance(init, str | bool)
+    name = str(init).lower() if plain else ""
     if name in _KEPT_BASE_INITS:
         return
     if name.startswith(_CHANGED_BASE_INITS):
         raise AdapterError(
             file,
             "init_lora_weights",
-            f"got {init!r}: the weights are relative to a changed base model; convert them to "
+            f"got {show(init)}: the weights are relative to a changed base model; convert them to "
             "plain LoRA with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
-    raise AdapterError(file, "init_lora_weights", f"not an initialisation that we know: {init!r}")
+    raise AdapterError(
+        file, "init_lora_weights", f"not an initialisation that we know: {show(init)}"
+    )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from sglang_graft.adapters.config import LoraConfig
-from sglang_graft.adapters.errors import AdapterError
+from sglang_graft.adapters.errors import show
+from sglang_graft.adapters.patterns import PatternReader
 
 _Number = TypeVar("_Number", int, float)
 
@@ -25,13 +26,14 @@ class ScaleRule:
     The rule of both patterns: keys are regular expressions, tried in file order. A key has to cover
     the end of the path, from a dot or from the very start. The first that does gives the value;
     without one the config's own `r` or `lora_alpha` holds. Raises AdapterError for a key that is
-    not a regular expression.
+    not a regular expression, or too costly a one.
     """
 
     def __init__(self, config: LoraConfig) -> None:
         self._config = config
-        self._ranks = _compile(config, "rank_pattern", config.rank_pattern)
-        self._alphas = _compile(config, "alpha_pattern", config.alpha_pattern)
+        reader = PatternReader(config.file)
+        self._ranks = _compile(reader, "rank_pattern", config.rank_pattern)
+        self._alphas = _compile(reader, "alpha_pattern", config.alpha_pattern)
 
     def rank(self, module: str) -> int:
         """The rank that the config gives to `module`."""
@@ -48,24 +50,20 @@ class ScaleRule:
         named = [("rank_pattern", entry.key, entry.pattern) for entry in self._ranks]
         named += [("alpha_pattern", entry.key, entry.pattern) for entry in self._alphas]
         return [
-            f"{name}: key {key!r} matches no module of the adapter and has no effect"
+            f"{name}: key {show(key)} matches no module of the adapter and has no effect"
             for name, key, pattern in named
             if not any(pattern.match(module) for module in modules)
         ]
 
 
-def _compile(config: LoraConfig, name: str, table: Mapping[str, _Number]) -> list[_Entry[_Number]]:
-    entries = []
-    for key, value in table.items():
-        try:
-            # Both groups capture, so that a numbered back-reference in a key counts as for PEFT.
-            pattern = re.compile(r"(.*\.)?(" + key + r")$")
-        except re.error as error:
-            raise AdapterError(
-                config.file, f"{name}[{key!r}]", f"is not a regular expression: {error}"
-            ) from error
-        entries.append(_Entry(key, pattern, value))
-    return entries
+def _compile(
+    reader: PatternReader, name: str, table: Mapping[str, _Number]
+) -> list[_Entry[_Number]]:
+    # Both groups capture, so that a numbered back-reference in a key counts as it does for PEFT.
+    return [
+        _Entry(key, reader.compile(f"{name}[{show(key)}]", key, around=r"(.*\.)?({})$"), value)
+        for key, value in table.items()
+    ]
 
 
 def _first(entries: Iterable[_Entry[_Number]], module: str, default: _Number) -> _Number:

@@ -1,8 +1,9 @@
 """Tokens that an adapter adds to the vocabulary, which a shared base model cannot have."""
 
+import os
 from pathlib import Path
 
-from sglang_graft.adapters.errors import AdapterError
+from sglang_graft.adapters.errors import AdapterError, show
 from sglang_graft.adapters.files import read_json_object
 from sglang_graft.adapters.spec import ModelSpec
 
@@ -15,10 +16,10 @@ def refuse_new_tokens(folder: Path, spec: ModelSpec) -> None:
     Trainers copy the base tokenizer beside the adapter, so ids inside the vocabulary are not new.
     """
     file = folder / _FILE_NAME
-    if spec.vocab_size is None or not file.is_file():
+    if spec.vocab_size is None or not os.path.isfile(file):
         return
     for token, number in read_json_object(file).items():
         if not isinstance(number, int) or number >= spec.vocab_size:
             raise AdapterError(
-                file, repr(token), f"wanted an id below {spec.vocab_size}, got {number!r}"
+                file, show(token), f"wanted an id below {spec.vocab_size}, got {show(number)}"
             )

@@ -1,5 +1,7 @@
 """The weights file: headers first, then checked matrices in the model's dtype."""
 
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,36 +11,47 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sglang_graft.adapters.errors import AdapterError
+from sglang_graft.adapters.torch_file import BIN_NAME, read_tensors
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 
 # Names as safetensors spells them. Scaled 8-bit floats mean nothing without their scales.
-_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+_FLOATS = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+_FLOAT_NAMES = {dtype: name for name, dtype in _FLOATS.items()}
 
 
-class WeightsFile:
-    """An open, memory-mapped safetensors file. Valid inside `open_weights` only."""
+class WeightsFile(ABC):
+    """An open file of named tensors. Valid inside `open_weights` only."""
 
-    def __init__(self, file: Path, handle: Any) -> None:
+    def __init__(self, file: Path) -> None:
         self.file = file
-        self._handle = handle
 
+    @abstractmethod
     def names(self) -> list[str]:
         """All tensor names."""
-        return list(self._handle.keys())
+
+    @abstractmethod
+    def _header(self, name: str) -> tuple[list[int], str]:
+        """Shape and dtype, the latter as safetensors spells it."""
+
+    @abstractmethod
+    def _stored(self, name: str) -> torch.Tensor:
+        """The tensor as it is in the file."""
 
     def shape(self, name: str) -> list[int]:
         """The shape, from the header. Raises AdapterError for an empty or a non-float tensor."""
-        header = self._handle.get_slice(name)
-        shape = list(header.get_shape())
+        shape, dtype = self._header(name)
         if 0 in shape:
             raise AdapterError(
                 self.file, name, f"is empty, shape {shape} (saved from a partitioned model?)"
             )
-        if header.get_dtype() not in _FLOATS:
-            raise AdapterError(
-                self.file, name, f"wanted one of {sorted(_FLOATS)}, got {header.get_dtype()}"
-            )
+        if dtype not in _FLOATS:
+            raise AdapterError(self.file, name, f"wanted one of {sorted(_FLOATS)}, got {dtype}")
         return shape
 
     def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -47,8 +60,8 @@ class WeightsFile:
         A copy even without a cast, because a mapped file may change or shrink later. Raises
         AdapterError when a number is NaN or infinite, before or after the cast.
         """
-        stored: torch.Tensor = self._handle.get_tensor(name)
-        matrix = stored.to(dtype, copy=True).contiguous()
+        stored = self._stored(name)
+        matrix = torch.empty(stored.shape, dtype=dtype).copy_(stored)
         if not torch.isfinite(matrix).all():
             if torch.isfinite(stored).all():
                 raise AdapterError(self.file, name, f"holds numbers too large for {dtype}")
@@ -56,22 +69,58 @@ class WeightsFile:
         return matrix
 
 
+class _SafetensorsFile(WeightsFile):
+    """A memory-mapped safetensors file."""
+
+    def __init__(self, file: Path, handle: Any) -> None:
+        super().__init__(file)
+        self._handle = handle
+
+    def names(self) -> list[str]:
+        return list(self._handle.keys())
+
+    def _header(self, name: str) -> tuple[list[int], str]:
+        header = self._handle.get_slice(name)
+        return list(header.get_shape()), header.get_dtype()
+
+    def _stored(self, name: str) -> torch.Tensor:
+        stored: torch.Tensor = self._handle.get_tensor(name)
+        return stored
+
+
+class _TorchFile(WeightsFile):
+    """What weights-only loading made of a `.bin` file, all of it in memory."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self._tensors = read_tensors(file)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def _header(self, name: str) -> tuple[list[int], str]:
+        tensor = self._tensors[name]
+        return list(tensor.shape), _FLOAT_NAMES.get(tensor.dtype, str(tensor.dtype))
+
+    def _stored(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
 @contextmanager
 def open_weights(folder: Path) -> Iterator[WeightsFile]:
-    """Open `adapter_model.safetensors` of `folder`; AdapterError when it is missing or broken."""
-    file = folder / WEIGHTS_NAME
-    if not file.is_file():
-        raise AdapterError(file, "file", _why_missing(folder))
+    """Open the weights of `folder`; AdapterError when they are missing or broken.
+
+    `adapter_model.bin` is looked at only when there is no `adapter_model.safetensors`.
+    """
+    file, pickled = folder / WEIGHTS_NAME, folder / BIN_NAME
+    if not os.path.lexists(file) and os.path.isfile(pickled):
+        yield _TorchFile(pickled)
+        return
+    if not os.path.isfile(file):
+        raise AdapterError(file, "file", f"is missing, and there is no {BIN_NAME} either")
     try:
         opened = safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise AdapterError(file, "file", f"is not a readable safetensors file: {error}") from error
     with opened as handle:
-        yield WeightsFile(file, handle)
-
-
-def _why_missing(folder: Path) -> str:
-    others = sorted(path.name for path in folder.glob("*.bin"))
-    if others:
-        return f"is missing; {others[0]} is not accepted yet, convert it to safetensors"
-    return "is missing"
+        yield _SafetensorsFile(file, handle)

@@ -1,6 +1,7 @@
 """The `graft` command."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import httpx
@@ -60,6 +61,42 @@ def pool(
         typer.echo(json.dumps(response.json()))
     else:
         show_pool(response.json(), Console())
+
+
+@app.command()
+def validate(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Adapter folders.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the base model; by default the one the adapter names."),
+    ] = None,
+    page_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a page, as the server's --page-size.")
+    ] = None,
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="As the server's.")] = 256,
+    dtype: Annotated[
+        str | None, typer.Option(help="As the server's; by default the base model's own.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what of each adapter would be applied where, or why not; exit 1 when one is refused.
+
+    Nothing is fetched and no server is needed.
+    """
+    from sglang_graft.cli.validate import Options, show
+    from sglang_graft.cli.validate import validate as check
+
+    options = Options(model=model, page_tokens=page_size, max_rank=max_lora_rank, dtype=dtype)
+    try:
+        verdicts = [check(path, options) for path in paths]
+    except ValueError as error:
+        typer.echo(f"graft validate: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps({"adapters": [verdict.model_dump() for verdict in verdicts]}))
+    else:
+        show(verdicts, Console())
+    raise typer.Exit(1 if any(verdict.refused for verdict in verdicts) else 0)
 
 
 def main() -> None:

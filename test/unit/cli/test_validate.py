@@ -1,0 +1,149 @@
+"""`graft validate`: the same verdict as a server's, for people and for programs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import helpers_peft as hp
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from sglang_graft.adapters import read_adapter
+from sglang_graft.cli.app import app
+
+RUN = CliRunner()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hp.tiny_config().to_dict()))
+    return folder
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    folder = tmp_path / "good"
+    hp.save_adapter(folder, r=8, lora_alpha=16, rank_pattern={"layers.1.self_attn.v_proj": 4})
+    return folder
+
+
+def run(*arguments: object) -> Result:
+    return RUN.invoke(app, ["validate", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def report(*arguments: object) -> tuple[int, list[dict[str, Any]]]:
+    result = run(*arguments, "--json")
+    return result.exit_code, json.loads(result.stdout)["adapters"]
+
+
+def test_what_is_applied_where(model: Path, good: Path) -> None:
+    code, (verdict,) = report(good, "--model", model, "--dtype", "float32")
+    assert code == 0
+    assert verdict["refused"] is None
+    assert verdict["identity"] == read_adapter(good, hp.tiny_spec()).identity
+    assert verdict["linears"] == [
+        {"name": "q_proj", "modules": 2, "layers": 2, "ranks": [8], "scales": [2.0]},
+        {"name": "v_proj", "modules": 2, "layers": 2, "ranks": [4, 8], "scales": [2.0, 4.0]},
+    ]
+    assert verdict["modules"] == 4
+    assert verdict["nbytes"] == 4 * (8 * (2 * 128 + 96) + 4 * 96)
+    assert verdict["warnings"] == []
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(16, 2), (8, 4), (64, 1)])
+def test_pages_follow_the_page_size(tokens: int, pages: int, model: Path, good: Path) -> None:
+    _, (verdict,) = report(good, "--model", model, "--dtype", "float32", "--page-size", tokens)
+    # K and V of 2 layers, 2 heads of 16, 4 bytes each.
+    assert verdict["base"]["page_bytes"] == tokens * 2 * 2 * 2 * 16 * 4
+    assert verdict["base"]["page_tokens"] == tokens
+    assert verdict["pages"] == pages
+
+
+def test_the_dtype_is_the_models_own(model: Path, good: Path) -> None:
+    def dtype() -> str:
+        return str(report(good, "--model", model)[1][0]["base"]["dtype"])
+
+    assert dtype() == "bfloat16"
+    (model / "config.json").write_text(
+        json.dumps(hp.tiny_config().to_dict() | {"dtype": "float16"})
+    )
+    assert dtype() == "float16"
+
+
+def test_one_refused_among_good_ones(model: Path, good: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad[red]"
+    hp.save_adapter(bad)
+    hp.edit_config(bad, use_dora=True)
+    code, verdicts = report(good, bad, tmp_path / "gone", "--model", model)
+    assert code == 1
+    assert [verdict["refused"] is None for verdict in verdicts] == [True, False, False]
+    refused = verdicts[1]["refused"]
+    assert (refused["file"], refused["item"]) == (str(bad / hp.CONFIG), "use_dora")
+    assert verdicts[2]["refused"]["reason"] == "is not a folder"
+    shown = run(good, bad, "--model", model)
+    assert shown.exit_code == 1
+    assert "refused" in shown.stdout
+    assert "bad[red]" in shown.stdout
+    assert "use_dora: wanted it off" in " ".join(shown.stdout.split())
+    assert "1 applied, 1 refused" in shown.stdout
+
+
+def test_the_table_for_people(model: Path, good: Path) -> None:
+    hp.edit_config(good, target_modules=["q_proj", "v_proj", "lost"])
+    shown = run(good, "--model", model, "--dtype", "float32")
+    text = " ".join(shown.stdout.split())
+    assert shown.exit_code == 0
+    assert "v_proj │ 2 of 2 │ 4, 8 │ 2, 4" in text
+    assert "4 modules, 12800 bytes of weights" in text
+    assert "warning target_modules: 'lost' matches no tensor of the file" in text
+
+
+def test_the_model_that_the_adapter_names(model: Path, good: Path) -> None:
+    hp.edit_config(good, base_model_name_or_path=str(model))
+    code, (verdict,) = report(good)
+    assert (code, verdict["base"]["path"]) == (0, str(model))
+    hp.edit_config(good, base_model_name_or_path="somebody/a-model")
+    code, (verdict,) = report(good)
+    assert code == 1
+    assert verdict["refused"]["item"] == "base_model_name_or_path"
+    assert verdict["refused"]["reason"].endswith("pass the base model with --model")
+
+
+def test_a_rank_above_the_servers_limit(model: Path, good: Path) -> None:
+    code, (verdict,) = report(good, "--model", model, "--max-lora-rank", 4)
+    assert code == 1
+    assert "set --max-lora-rank" in verdict["refused"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/gone"], "--model: /gone/config.json: file: cannot be read"),
+        (["--dtype", "int8"], "--dtype: wanted one of float16"),
+    ],
+)
+def test_wrong_use_exits_with_2(
+    arguments: list[str], message: str, model: Path, good: Path
+) -> None:
+    result = run(good, "--model", model, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": 8}, "kv_lora_rank=8: not a dense Llama-shaped model"),
+        ({"num_key_value_heads": 1}, "set --page-size to more tokens"),
+    ],
+)
+def test_a_base_model_that_cannot_be_served(
+    changes: dict[str, int], message: str, model: Path, good: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(hp.tiny_config().to_dict() | changes))
+    result = run(good, "--model", model, "--page-size", 1)
+    assert result.exit_code == 2
+    assert message in result.stderr
