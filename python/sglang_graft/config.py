@@ -78,7 +78,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> GraftConfig
     for row in option_table():
         if row.name in flags:
             values[row.name] = flags[row.name]
-        elif row.env in environ:
+        elif environ.get(row.env):  # a variable set to nothing is not set
             values[row.name] = environ[row.env]
     try:
         return GraftConfig.model_validate(values)

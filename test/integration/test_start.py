@@ -50,6 +50,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "tokenizer_worker_num": ("2",),
     "kv_cache_dtype": ("fp4_e2m1",),
     "attention_backend": ("flex_attention",),
+    "prefill_attention_backend": ("flex_attention",),
+    "decode_attention_backend": ("flex_attention",),
 }
 TABLE = {row.field: row for row in (*refusals.REQUESTED, *refusals.RESOLVED)}
 

@@ -34,3 +34,7 @@ def test_published_options_arrive_and_are_taken_back(monkeypatch: pytest.MonkeyP
     assert config.published() == chosen
     config.publish(config.GraftConfig())
     assert config.published() is None
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert config.resolve({}, {"GRAFT_ENABLE": "", "GRAFT_POLICY": ""}) == config.GraftConfig()

@@ -4,6 +4,7 @@ Without `--enable-graft` only the flags appear; nothing else of SGLang is touche
 """
 
 import multiprocessing
+import os
 
 from sglang_graft import SGLANG_VERSION, config
 from sglang_graft.engine.hooks import HookError, register
@@ -21,7 +22,20 @@ def check_version() -> None:
 
 
 def activate() -> None:
-    """Register what this process needs."""
+    """Register what this process needs.
+
+    SGLang logs an exception of a plugin and starts without it. Where Graft was asked for by its
+    environment variable, or by the parent process, nothing later would notice: so end here.
+    """
+    try:
+        _register()
+    except Exception as error:
+        if config.published() is not None or config.resolve({}, os.environ).enable:
+            raise SystemExit(f"Graft refuses to start: {error}") from error
+        raise
+
+
+def _register() -> None:
     check_version()
     from sglang_graft.engine import flags
 

@@ -94,14 +94,17 @@ def preempt_to_schedule(
     """AROUND `PrefillAdder.preempt_to_schedule`: preempt only what makes the request fit.
 
     SGLang forgets the requests that it preempted when the one that they made room for is not
-    admitted after all. So what admission will ask for beyond the prompt counts here as well: the
-    adapter unless a request holds it, the cached prefix once it is locked, the page to round.
+    admitted after all, and it does not count the prompt of a request that it never matched. So all
+    that admission will ask for counts here: the whole prompt, whose cached part is locked then, the
+    adapter unless a request holds it, and a page to round.
     """
     cache: GraftPrefixCache = self.tree_cache
     node = cache.residency.node(req.lora_id)
     assert node is not None, f"adapter {req.lora_id} is not registered"
-    extra = (1 if node.lock else 1 + node.weight_pages) * self.page_size
-    extra += len(req.prefix_indices) + 1
+    tokens = len(req.origin_input_ids) + len(req.output_ids)
+    counted = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+    pages = 1 if node.lock else 1 + node.weight_pages
+    extra = tokens - counted + pages * self.page_size + 1
     self.rem_total_token_offset += extra
     try:
         return original(self, req, server_args)

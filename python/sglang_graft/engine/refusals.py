@@ -72,17 +72,18 @@ REQUESTED = (
     Refusal("tokenizer_worker_num", _over_one, "SGLang loads no plugins in tokenizer workers"),
 )
 
+_ATTENTION = ("flashinfer", "torch_native", "triton", "fa3")
+_NOT_KNOWN = "not known to read a page-major arena through dense ids"
+
 RESOLVED = (
     Refusal(
         "kv_cache_dtype",
         lambda value: value in ("fp4_e2m1", "mxfp8"),
         "scales would lie outside the page",
     ),
-    Refusal(
-        "attention_backend",
-        _other_than("flashinfer", "torch_native", "triton", "fa3"),
-        "not known to read a page-major arena through dense ids",
-    ),
+    Refusal("attention_backend", _other_than(*_ATTENTION), _NOT_KNOWN),
+    Refusal("prefill_attention_backend", _other_than(None, *_ATTENTION), _NOT_KNOWN),
+    Refusal("decode_attention_backend", _other_than(None, *_ATTENTION), _NOT_KNOWN),
     Refusal("page_size", lambda value: not _is_page_size(value), "power of two, 16 to 64"),
 )
 

@@ -26,13 +26,10 @@ class Request:
         self.origin_input_ids = [7] * prompt
         self.output_ids: list[int] = []
         self.prefix_indices: list[int] = []
+        self.full_untruncated_fill_ids: list[int] = []  # empty until the first match
         self.lora_id = adapter
         self.to_finish: str | None = None
         self.sampling_params = SimpleNamespace(max_new_tokens=new, min_new_tokens=0)
-
-    @property
-    def full_untruncated_fill_ids(self) -> list[int]:
-        return self.origin_input_ids + self.output_ids
 
     def set_finish_with_abort(self, message: str) -> None:
         self.origin_input_ids, self.to_finish = [0], message
@@ -41,7 +38,7 @@ class Request:
 def is_admissible(request: Request, weight_pages: int) -> bool:
     """Whether SGLang's budget lets it run in an empty pool."""
     weights = weight_pages * PAGE if request.lora_id else 0
-    # SGLang marks a request of no tokens as one of one token when it runs.
+    request.full_untruncated_fill_ids = request.origin_input_ids + request.output_ids
     return tokens_wanted(request, PAGE) + weights < POOL_PAGES * PAGE
 
 
@@ -79,20 +76,25 @@ def test_a_retracted_request_stays_as_it_is() -> None:
     assert request.sampling_params.max_new_tokens == new
 
 
-@pytest.mark.parametrize(("locks", "wanted"), [(0, 1 + 9), (1, 1)])
-def test_preemption_counts_the_adapter(locks: int, wanted: int) -> None:
+@pytest.mark.parametrize("matched", [False, True])
+@pytest.mark.parametrize(("locks", "pages"), [(0, 1 + 9), (1, 1)])
+def test_preemption_counts_all_that_admission_asks_for(
+    locks: int, pages: int, matched: bool
+) -> None:
     adder = scheduler(9)
     adder.tree_cache.residency.node("a").lock = locks
     adder.rem_total_token_offset = 100
     request = Request(40, 5, "a")
-    request.prefix_indices = [5] * 32
+    if matched:
+        request.full_untruncated_fill_ids, request.prefix_indices = [7] * 40, [5] * 32
     seen: list[int] = []
 
-    def original(self: Any, _: Any, __: Any) -> bool:
-        seen.append(self.rem_total_token_offset - 100)
+    def original(self: Any, req: Any, _: Any) -> bool:
+        counted = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        seen.append(self.rem_total_token_offset - 100 + counted)
         self.rem_total_token_offset -= 30  # a preempted request's reserve
         return True
 
     assert preempt_to_schedule(original, adder, request, None)
-    assert seen == [wanted * PAGE + 32 + 1]
+    assert seen == [40 + pages * PAGE + 1]
     assert adder.rem_total_token_offset == 70
