@@ -42,6 +42,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "kv_canary": ("log",),
     "dllm_algorithm": ("LowConfidence",),
     "enable_two_batch_overlap": (),
+    "enable_mixed_chunk": (),
     "enable_pdmux": (),
     "elastic_ep_backend": ("mooncake",),
     "schedule_policy": ("dfs-weight",),

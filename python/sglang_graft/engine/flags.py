@@ -23,8 +23,26 @@ DEFAULT_MAX_RANK = 256
 _flags: dict[str, Any] = {}
 
 
-class _Record(argparse.Action):
-    """Keep one of our flags; SGLang copies only its own fields out of the namespace."""
+def _record(dest: str, value: Any) -> None:
+    verify(HOOKS)
+    _flags[_options()[dest].name] = value
+
+
+def _options() -> dict[str, config.OptionInfo]:
+    """The option table by argparse destination, which SGLang's --config files use as keys."""
+    return {row.flag.strip("-").replace("-", "_"): row for row in config.option_table()}
+
+
+# Subclasses of argparse's own two actions, because SGLang's --config reader knows no others.
+class _Switch(argparse._StoreTrueAction):
+    """Keep a switch of ours; SGLang copies only its own fields out of the namespace."""
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        _record(self.dest, True)
+
+
+class _Value(argparse._StoreAction):
+    """Keep a value of ours."""
 
     def __call__(
         self,
@@ -33,23 +51,20 @@ class _Record(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        verify(HOOKS)
-        _flags[self.dest.removeprefix("graft_option_")] = True if self.nargs == 0 else values
+        _record(self.dest, values)
 
 
 def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER `add_cli_args`: one option for each row of the option table."""
+    _flags.clear()  # a new command line owes nothing to one that this process parsed before
     group = parser.add_argument_group("graft")
-    for row in config.option_table():
-        switch = isinstance(row.default, bool)
-        extra: dict[str, Any] = {"nargs": 0} if switch else {"type": type(row.default)}
+    for dest, row in _options().items():
         group.add_argument(
             row.flag,
-            action=_Record,
-            dest=f"graft_option_{row.name}",
+            action=_Switch if isinstance(row.default, bool) else _Value,
+            dest=dest,
             default=argparse.SUPPRESS,
             help=f"{row.meaning} Default {row.default}; environment {row.env}.",
-            **extra,
         )
 
 

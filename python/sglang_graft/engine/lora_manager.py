@@ -105,7 +105,8 @@ class GraftLoRAManager(LoRAManager):
     def _load_lora_adapter(self, lora_ref: LoRARef) -> Any:
         try:
             self._register(lora_ref, self._read(lora_ref))
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:
+            # The last two: no host memory left, pinned or not. Nothing was registered.
             return self.create_lora_update_result(success=False, error_message=str(error))
         return self.create_lora_update_result(success=True)
 

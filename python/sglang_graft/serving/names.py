@@ -69,7 +69,7 @@ def resolve_openai(
         raise HTTPException(status_code=HTTPStatus.NOT_FOUND, detail=message) from None
     chosen = explicit_lora_path if adapter is None else adapter
     for name in chosen if isinstance(chosen, list) else [chosen]:
-        if name is not None and name not in loaded:
+        if name and name not in loaded:
             message = unknown(name, loaded, manager.served_model_name)
             raise HTTPException(status_code=HTTPStatus.NOT_FOUND, detail=message)
     return chosen
@@ -78,6 +78,11 @@ def resolve_openai(
 async def resolve_native(original: Callable[..., Awaitable[None]], self: Any, obj: Any) -> None:
     """AROUND `_validate_and_resolve_lora`."""
     names = obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]
+    wanted = getattr(obj, "batch_size", 1) * getattr(obj, "parallel_sample_num", 1)
+    if isinstance(obj.lora_path, list) and len(names) != wanted:
+        raise ValueError(
+            f"lora_path: wanted one name for each of {wanted} samples, got {len(names)}"
+        )
     for name in names:
         if name and name not in self.lora_ref_cache:
             message = unknown(name, self.lora_ref_cache, self.served_model_name)

@@ -11,6 +11,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.serving import names
+from sglang_graft.serving.guard import ModelGuard
 
 router = APIRouter(prefix="/graft", tags=["graft"])
 
@@ -35,6 +36,9 @@ def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
 
     names.serve_over_http()
     http_server.app.include_router(router)
+    http_server.app.add_middleware(
+        ModelGuard, manager=lambda: http_server._global_state.tokenizer_manager
+    )
 
 
 HOOKS = (

@@ -12,6 +12,8 @@ from sglang_graft.cache import AdapterNode, State, UnifiedTree
 from sglang_graft.pool import Arena
 
 BASE_SLOT = 0
+# SGLang admits a request with a page of prompt, one to round, and room to spare.
+PAGES_OF_A_REQUEST = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -62,17 +64,17 @@ class Residency:
     def add(self, adapter_id: str, name: str, adapter: Adapter) -> KnownAdapter:
         """Make `adapter` usable under `adapter_id`; its weights stay on the host for now.
 
-        ValueError when it can never fit into the pool beside at least one page of KV.
+        ValueError when it can never fit into the pool beside the smallest request.
         """
         assert adapter_id not in self._known, f"adapter id {adapter_id} is registered already"
         image = self._shared_image(adapter.identity) or pack(adapter, self.tile_map, pin=self.pin)
         pages, total = len(image.pages), self.tree.ledger.total
-        if pages >= total:
+        if pages + PAGES_OF_A_REQUEST > total:
             page_bytes = self.arena.layout.page_bytes
             raise ValueError(
                 f"adapter {name}: its weights take {pages} pages ({pages * page_bytes:,} bytes),"
-                f" the whole pool has {total} ({total * page_bytes:,} bytes) and KV needs one;"
-                " raise --max-total-tokens or --mem-fraction-static"
+                f" the whole pool has {total} ({total * page_bytes:,} bytes) and a request"
+                f" needs {PAGES_OF_A_REQUEST}; raise --max-total-tokens or --mem-fraction-static"
             )
         node = self.tree.add_adapter(adapter.identity, pages)
         known = KnownAdapter(adapter_id, name, image, node)
@@ -131,6 +133,8 @@ class Residency:
         All of them must have been promoted and be locked by the batch's requests.
         """
         self._clock += 1
+        if self._leaving:
+            self._purge()
         wanted = sorted({i for i in adapter_ids if i is not None})
         found = {i: self._known.get(i) or self._leaving[i] for i in wanted}
         slots: dict[str | None, int] = {None: BASE_SLOT}
