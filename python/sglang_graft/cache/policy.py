@@ -38,5 +38,5 @@ def make_policy(name: str) -> EvictionPolicy:
     """The policy called `name`; ValueError names the known ones."""
     if name not in _POLICIES:
         known = ", ".join(sorted(_POLICIES))
-        raise ValueError(f"unknown eviction policy: wanted one of {known}; got {name!r}")
+        raise ValueError(f"--graft-policy: wanted one of {known}; got {name!r}")
     return _POLICIES[name]()

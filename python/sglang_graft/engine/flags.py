@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_graft import config
+from sglang_graft.cache import make_policy
 from sglang_graft.engine import refusals
 from sglang_graft.engine.hooks import Hook, verify
 from sglang_graft.engine.page_size import default_page_size
@@ -76,6 +77,7 @@ def resolve_arguments(original: Callable[[Any], None], server_args: Any) -> None
         original(server_args)
         return
     verify(HOOKS)
+    make_policy(chosen.policy)  # a wrong name shall not wait for the scheduler process to be found
     refusals.check_requested(server_args)
     _set_defaults(server_args)
     original(server_args)
