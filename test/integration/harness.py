@@ -144,7 +144,10 @@ def serve(
     if adapters:
         line += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
     log = folder / "server.log"
-    with running(line, log, env) as process, httpx.Client(timeout=ANSWER_SECONDS) as client:
+    # The server closes idle connections after five seconds; never reuse one just then.
+    limits = httpx.Limits(keepalive_expiry=1)
+    client = httpx.Client(timeout=ANSWER_SECONDS, limits=limits)
+    with running(line, log, env) as process, client:
         server = Server(f"http://{HOST}:{port}", log, flags, client)
         _wait_healthy(server, process)
         yield server
