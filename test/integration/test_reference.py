@@ -264,6 +264,11 @@ def test_a_client_that_leaves_gives_its_pages_back(
     assert server.load("all-r64", adapters["all-r64"]).status_code == 200
 
 
+def test_server_info_carries_the_pool_report(server: Server) -> None:
+    (state,) = server.get("/server_info").json()["internal_states"]
+    assert state["graft"] == server.pool()
+
+
 def test_nothing_is_left_after_a_flush(server: Server) -> None:
     server.flush()
     pages = server.pool()["pages"]
