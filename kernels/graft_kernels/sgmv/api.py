@@ -32,16 +32,32 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
+class Vector:
+    """Where one float32 value for each output feature stands in the pointer table.
+
+    Chunk j is column `first + j`: up to `chunk_features` values, contiguous.
+    """
+
+    first: int
+    chunks: int
+    chunk_features: int
+    features: int
+
+
+@dataclass(frozen=True, slots=True)
 class Slice:
     """One linear of a stacked projection, as q of qkv; a projection of its own is one slice.
 
-    `column` finds its rank and scale, `out_offset` is its first output feature.
+    `column` finds its rank and scale, `out_offset` is its first output feature. `mul` and `add`
+    are where an adapter may have vectors: its rows become `(out + delta) * mul + add`.
     """
 
     a: Side
     b: Side
     column: int
     out_offset: int
+    mul: Vector | None = None
+    add: Vector | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

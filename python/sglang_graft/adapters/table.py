@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_graft.adapters.image import AdapterImage
@@ -62,6 +63,12 @@ class PointerTable:
         for host in (self.host_addresses, self.host_ranks, self.host_scales):
             host[slot].zero_()
         self._refresh(slot)
+
+    def rank_tiles(self) -> npt.NDArray[np.int32]:
+        """Rank tiles of each slot's widest linear, int32 `[slots]`."""
+        tile = self.tile_map.rank_tile
+        widest: npt.NDArray[np.int32] = self.host_ranks.amax(dim=1).numpy()
+        return (widest + tile - 1) // tile
 
     def _check_slot(self, slot: int) -> None:
         if not 1 <= slot < self.slots:

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from sglang_graft import config
 from sglang_graft.cache import make_policy
 from sglang_graft.engine import refusals
@@ -103,9 +105,10 @@ def _set_defaults(server_args: Any) -> None:
         server_args.max_loras_per_batch = DEFAULT_SLOTS
     if server_args.page_size is None:
         server_args.page_size = default_page_size(server_args)
-    # Captured graphs need kernels with static metadata; the reference kernels have none.
-    server_args.cuda_graph_backend_decode = "disabled"
-    server_args.cuda_graph_backend_prefill = "disabled"
+    if not torch.cuda.is_available():
+        # The CPU platform has no graphs, and SGLang would look for its runner.
+        server_args.cuda_graph_backend_decode = "disabled"
+        server_args.cuda_graph_backend_prefill = "disabled"
 
 
 HOOKS = (

@@ -5,19 +5,22 @@ unopened and read only shapes from them, so a layer's buffer here is a `WeightRe
 the pointer table belong to it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from sglang.srt.lora.backend.lora_registry import register_lora_backend
 
-from graft_kernels.sgmv import Group, Side, Slice, Weights, expand, sgmv, shrink
-from sglang_graft.adapters import TileMap
+from graft_kernels.sgmv import Side, Slice
+from sglang_graft.adapters import PointerTable, TileMap
 from sglang_graft.adapters.tiles import SideName
-from sglang_graft.engine.allocator import upload
 from sglang_graft.engine.flags import BACKEND
+from sglang_graft.engine.graphs import is_recording_adapters
+from sglang_graft.engine.lora_batches import Batches, DeviceBatches, HostBatches
+
+GRAPHLESS_DECODE_ROWS = 256
+"""Decode rows to provide for where no graphs are captured; larger batches are served as prefill."""
 
 
 @dataclass(slots=True)
@@ -57,43 +60,10 @@ def _side(tile_map: TileMap, layer: int, linear: str, side: SideName) -> Side:
     )
 
 
-@dataclass(slots=True)
 class BatchInfo:
-    """The adapters of one forward: which token rows belong to which slot."""
+    """Says to SGLang's LoRA layers that this forward applies adapters; the rows are elsewhere."""
 
-    groups: list[Group] = field(default_factory=list)
-
-    @property
-    def has_active_lora(self) -> bool:
-        """Whether any row has an adapter; read by SGLang's LoRA layers."""
-        return bool(self.groups)
-
-
-def make_groups(slots: list[int], lengths: list[int], device: torch.device) -> list[Group]:
-    """Rows of a forward grouped by slot; request i owns the next `lengths[i]` rows.
-
-    Requests of the base model (slot 0) are in no group. A slot whose rows adjoin gets a slice.
-    """
-    runs: dict[int, list[tuple[int, int]]] = {}
-    start = 0
-    for slot, length in zip(slots, lengths, strict=True):
-        end = start + length
-        spans = runs.setdefault(slot, [])
-        if spans and spans[-1][1] == start:
-            spans[-1] = (spans[-1][0], end)
-        else:
-            spans.append((start, end))
-        start = end
-    groups = []
-    for slot, spans in runs.items():
-        if slot == 0:
-            continue
-        if len(spans) == 1:
-            groups.append(Group(slot=slot, rows=slice(*spans[0])))
-        else:
-            rows = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])
-            groups.append(Group(slot=slot, rows=upload(rows, device)))
-    return groups
+    has_active_lora = True
 
 
 class GraftLoRABackend(BaseLoRABackend):
@@ -103,25 +73,59 @@ class GraftLoRABackend(BaseLoRABackend):
 
     def __init__(self, max_loras_per_batch: int, device: torch.device, server_args: Any) -> None:
         super().__init__(max_loras_per_batch, device)
-        self.weights: Weights | None = None
+        self.supports_prefill_cuda_graph = device.type == "cuda"
+        self._server_args = server_args
+        self._batches: Batches | None = None
 
-    def set_batch(self, slots: list[int], lengths: list[int]) -> None:
+    def bind(
+        self,
+        table: PointerTable,
+        arena: torch.Tensor,
+        projections: list[tuple[Slice, ...]],
+        max_rank: int,
+    ) -> None:
+        """The arena exists; `projections` are the stacked linears of a layer. Compiles kernels."""
+        dtype = table.tile_map.spec.dtype
+        if arena.is_cuda:
+            decode, prefill = _graph_rows(self._server_args)
+            self._batches = DeviceBatches(
+                table,
+                arena,
+                dtype,
+                projections,
+                max_rank=max_rank,
+                decode_rows=decode,
+                prefill_rows=prefill,
+            )
+        else:
+            self._batches = HostBatches(table, arena, dtype)
+
+    def set_batch(self, slots: list[int], lengths: list[int], *, decode: bool) -> None:
         """Describe the forward that comes next: request i is `lengths[i]` rows of `slots[i]`."""
-        self.batch_info = BatchInfo(make_groups(slots, lengths, self.device))
+        active = self._bound().describe(slots, lengths, decode=decode)
+        self.batch_info = BatchInfo() if active or is_recording_adapters() else None
+
+    def init_cuda_graph_batch_info(
+        self, max_bs_in_cuda_graph: int, num_tokens_per_req: int
+    ) -> None:
+        """Nothing to allocate: all metadata stays put from the start."""
+        self._bound().check_graph_rows(max_bs_in_cuda_graph * num_tokens_per_req, decode=True)
+
+    def init_prefill_cuda_graph_batch_info(self, max_num_tokens: int) -> None:
+        """As for decode, and tell SGLang what a prefill graph may hold."""
+        self._bound().check_graph_rows(max_num_tokens, decode=False)
+        self.prefill_cuda_graph_max_bs = max_num_tokens
+        self.prefill_cuda_graph_max_tokens = max_num_tokens
 
     def run_lora_a_sgemm(self, x: torch.Tensor, weights: WeightRef, **_: Any) -> torch.Tensor:
-        """x `[T, K]` -> `[T, slices, R]`, the largest rank R of the batch."""
-        if not self.batch_info.groups:
-            return x
-        return shrink(x, weights.slices, self.batch_info.groups, self._bound())
+        """x `[T, K]` itself: without tensor parallelism nothing stands between A and B."""
+        return x
 
     def run_lora_b_sgemm(
         self, x: torch.Tensor, weights: WeightRef, base_output: torch.Tensor, **_: Any
     ) -> torch.Tensor:
-        """Add the expansion of what `run_lora_a_sgemm` returned into `base_output` `[T, N]`."""
-        if self.batch_info.groups:
-            expand(x, weights.slices, self.batch_info.groups, self._bound(), base_output)
-        return base_output
+        """Add the deltas of what `run_lora_a_sgemm` returned into `base_output` `[T, N]`."""
+        return self._bound().apply(x, weights.slices, base_output)
 
     def run_qkv_lora(
         self,
@@ -132,7 +136,7 @@ class GraftLoRABackend(BaseLoRABackend):
         **_: Any,
     ) -> torch.Tensor:
         """Add the deltas of all stacked linears into `base_output` `[T, N]`."""
-        return self._apply(x, qkv_lora_b, base_output)
+        return self._bound().apply(x, qkv_lora_b.slices, base_output)
 
     def run_gate_up_lora(
         self,
@@ -143,16 +147,18 @@ class GraftLoRABackend(BaseLoRABackend):
         **_: Any,
     ) -> torch.Tensor:
         """As `run_qkv_lora`, for two linears of equal size."""
-        return self._apply(x, gate_up_lora_b, base_output)
+        return self._bound().apply(x, gate_up_lora_b.slices, base_output)
 
-    def _apply(self, x: torch.Tensor, ref: WeightRef, base_output: torch.Tensor) -> torch.Tensor:
-        if self.batch_info.groups:
-            sgmv(x, ref.slices, self.batch_info.groups, self._bound(), base_output)
-        return base_output
+    def _bound(self) -> Batches:
+        assert self._batches is not None, "a forward before the arena was bound"
+        return self._batches
 
-    def _bound(self) -> Weights:
-        assert self.weights is not None, "an adapter is in a batch before the arena was bound"
-        return self.weights
+
+def _graph_rows(server_args: Any) -> tuple[int, int]:
+    """The most rows of a decode and of a prefill batch that LoRA metadata has to hold."""
+    graphs = server_args.cuda_graph_config
+    decode = max(graphs.decode.bs or [GRAPHLESS_DECODE_ROWS])
+    return decode, max(*(graphs.prefill.bs or [1]), server_args.chunked_prefill_size or 1, 1)
 
 
 def register() -> None:

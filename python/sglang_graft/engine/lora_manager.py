@@ -15,7 +15,7 @@ from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import LoRAType
 
-from graft_kernels.sgmv import Weights
+from graft_kernels.sgmv import Slice
 from sglang_graft.adapters import Adapter, ModelSpec, PointerTable, TileMap, read_adapter
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.lora_backend import GraftLoRABackend, WeightRef
@@ -49,6 +49,14 @@ class WeightRefs:
         """Give every reference its tiles."""
         for ref in self._refs.values():
             ref.bind(tile_map)
+
+    def projections(self) -> list[tuple[Slice, ...]]:
+        """The stacked linears of each projection of the first layer."""
+        return [
+            ref.slices
+            for (_, layer, kind), ref in self._refs.items()
+            if layer == 0 and kind is LoRAType.LORA_A
+        ]
 
 
 class GraftLoRAManager(LoRAManager):
@@ -91,12 +99,8 @@ class GraftLoRAManager(LoRAManager):
             pin=self.device.type == "cuda",
         )
         self.memory_pool.bind(tile_map)
-        self.lora_backend.weights = Weights(
-            addresses=table.host_addresses,
-            ranks=table.host_ranks,
-            scales=table.host_scales,
-            arena=pool.arena.buffer,
-            dtype=self.spec.dtype,
+        self.lora_backend.bind(
+            table, pool.arena.buffer, self.memory_pool.projections(), self.max_lora_rank
         )
         for ref, adapter in self._read_at_start:
             self._register(ref, adapter)
@@ -147,7 +151,7 @@ class GraftLoRAManager(LoRAManager):
             slots = [0] * len(ids)
         extend = forward_batch.forward_mode.is_extend()
         lengths = forward_batch.extend_seq_lens_cpu if extend else [1] * len(ids)
-        self.lora_backend.set_batch(slots, list(lengths))
+        self.lora_backend.set_batch(slots, list(lengths), decode=not extend)
 
     def _read(self, ref: LoRARef) -> Adapter:
         if ref.pinned:

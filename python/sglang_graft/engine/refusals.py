@@ -34,6 +34,8 @@ def _other_than(*allowed: Any) -> Callable[[Any], bool]:
     return lambda value: value not in allowed
 
 
+_NOT_TRIED = "the LoRA kernels were not tried under it"
+
 REQUESTED = (
     Refusal("enable_lora", lambda value: value is False, "Graft is the LoRA path"),
     Refusal("lora_backend", _other_than("csgmv", "graft"), "Graft brings its own LoRA backend"),
@@ -68,8 +70,8 @@ REQUESTED = (
     Refusal("enable_pdmux", _given, "prefill and decode would share no stream order"),
     Refusal("elastic_ep_backend", _given, "experts carry no adapters"),
     Refusal("schedule_policy", lambda value: value == "dfs-weight", "it walks SGLang's own nodes"),
-    Refusal("cuda_graph_backend_decode", _other_than(None, "disabled"), "no captured kernels yet"),
-    Refusal("cuda_graph_backend_prefill", _other_than(None, "disabled"), "no captured kernels yet"),
+    Refusal("cuda_graph_backend_decode", _other_than(None, "full", "disabled"), _NOT_TRIED),
+    Refusal("cuda_graph_backend_prefill", _other_than(None, "breakable", "disabled"), _NOT_TRIED),
     Refusal("tokenizer_worker_num", _over_one, "SGLang loads no plugins in tokenizer workers"),
 )
 

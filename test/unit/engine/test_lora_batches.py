@@ -2,7 +2,7 @@
 
 import torch
 
-from sglang_graft.engine.lora_backend import make_groups
+from sglang_graft.engine.lora_batches import make_groups
 
 CPU = torch.device("cpu")
 
