@@ -1,5 +1,5 @@
 """Segmented LoRA: every row of a batch through the low-rank matrices of its own adapter."""
 
-from graft_kernels.sgmv.api import Group, Side, Slice, Weights, expand, sgmv, shrink
+from graft_kernels.sgmv.api import Group, Side, Slice, Vector, Weights, expand, sgmv, shrink
 
-__all__ = ["Group", "Side", "Slice", "Weights", "expand", "sgmv", "shrink"]
+__all__ = ["Group", "Side", "Slice", "Vector", "Weights", "expand", "sgmv", "shrink"]
