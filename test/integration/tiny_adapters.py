@@ -53,22 +53,41 @@ KINDS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     ),
     "fp16": ({"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]}, torch.float16),
     "bf16": ({"r": 8, "lora_alpha": 16, "target_modules": ["k_proj", "v_proj"]}, torch.bfloat16),
+    "dora-r8": (
+        {"r": 8, "lora_alpha": 16, "use_dora": True, "target_modules": list(ALL)},
+        torch.float32,
+    ),
+    "bias-r6": (
+        {"r": 6, "lora_alpha": 9, "lora_bias": True, "target_modules": list(ALL)},
+        torch.float32,
+    ),
 }
 
 
 def save(
-    folder: Path, lora: dict[str, Any], *, seed: int, dtype: torch.dtype = torch.float32
+    folder: Path,
+    lora: dict[str, Any],
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    base: Callable[[], torch.nn.Module] = tiny_model.new_model,
 ) -> Path:
-    """Write one adapter whose A and B are both non-zero, strong enough to change tokens."""
+    """Write one adapter whose every number is random, strong enough to change tokens."""
     torch.manual_seed(seed)
-    model = peft.get_peft_model(tiny_model.new_model(), peft.LoraConfig(**lora))
     source = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_" in name:
-                std = 0.5 if "lora_B" in name else 0.1
-                weight.normal_(std=std, generator=source)
-    model.save_pretrained(folder)
+    with warnings.catch_warnings():
+        # PEFT: such biases cannot be merged, and they are vectors.
+        warnings.filterwarnings("ignore", "`lora_bias=True` was passed but")
+        warnings.filterwarnings("ignore", r".* tensor\(s\) have invalid shape: .*lora_B\.bias")
+        model = peft.get_peft_model(base(), peft.LoraConfig(**lora))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_magnitude_vector" in name:
+                    weight.mul_(torch.rand(weight.shape, generator=source) + 0.5)
+                elif "lora_" in name:
+                    std = 0.5 if "lora_B" in name else 0.1
+                    weight.normal_(std=std, generator=source)
+        model.save_pretrained(folder)
     if dtype != torch.float32:
         edit_tensors(folder, lambda _, tensor: tensor.to(dtype))
     return folder

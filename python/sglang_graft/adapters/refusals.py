@@ -71,6 +71,17 @@ def refuse_unsupported(file: Path, keys: Mapping[str, object]) -> None:
         raise AdapterError(file, key, f"wanted it off, got {show(keys[key])}: {why}")
 
 
+def _refuse_undefined_bias(file: Path, keys: Mapping[str, object]) -> None:
+    """PEFT's LoraConfig does not accept these beside `lora_bias`, so there is nothing to equal."""
+    if keys.get("use_dora"):
+        raise AdapterError(file, "lora_bias", "wanted it off beside use_dora, as PEFT wants it")
+    init = keys.get("init_lora_weights", True)
+    if not isinstance(init, bool):
+        raise AdapterError(
+            file, "lora_bias", f"wanted it off beside init_lora_weights {show(init)}, as PEFT does"
+        )
+
+
 def _refuse_changed_base(file: Path, init: object) -> None:
     """PEFT repeats these initialisations on loading and takes their start value off the base model.
 
