@@ -6,7 +6,6 @@ GRAFT_FUZZ_EXAMPLES sets the number of examples of the three tests together.
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,18 @@ pytestmark = [
 ]
 
 PLACE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+?)\.lora_(A|B|magnitude_vector)(.*)")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all examples: making and removing one for each takes longer than the rest."""
+    return tmp_path_factory.mktemp("fuzz")
+
+
+def emptied(folder: Path) -> Path:
+    for file in folder.iterdir():
+        file.unlink()
+    return folder
 
 
 def applied(folder: Path) -> Adapter | None:
@@ -105,36 +116,35 @@ def assert_layer(delta: Delta, layer: Any) -> None:
 
 @profile(0.3)
 @given(data=st.data())
-def test_right_adapters_are_applied(data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        data.draw(fuzz.right_folders(folder))
-        adapter = read_adapter(folder, fuzz_model.SPEC, fuzz_model.base_weight)
-        assert_equals_peft(adapter, folder)
+def test_right_adapters_are_applied(data: st.DataObject, place: Path) -> None:
+    folder = emptied(place)
+    data.draw(fuzz.right_folders(folder))
+    adapter = read_adapter(folder, fuzz_model.SPEC, fuzz_model.base_weight)
+    assert_equals_peft(adapter, folder)
 
 
 @profile(0.5)
 @given(data=st.data())
-def test_damaged_adapters_are_applied_as_by_peft_or_refused(data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        data.draw(fuzz.right_folders(folder))
-        data.draw(fuzz.damage(folder))
-        adapter = applied(folder)
-        event("refused" if adapter is None else "applied")
-        if adapter is not None:
-            assert_equals_peft(adapter, folder)
-            assert_copies_are_equal(folder)
+def test_damaged_adapters_are_applied_as_by_peft_or_refused(
+    data: st.DataObject, place: Path
+) -> None:
+    folder = emptied(place)
+    data.draw(fuzz.right_folders(folder))
+    data.draw(fuzz.damage(folder))
+    adapter = applied(folder)
+    event("refused" if adapter is None else "applied")
+    if adapter is not None:
+        assert_equals_peft(adapter, folder)
+        assert_copies_are_equal(folder)
 
 
 @profile(0.2)
 @given(data=st.data())
-def test_broken_bytes_never_crash(data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        data.draw(fuzz.right_folders(folder))
-        file = data.draw(st.sampled_from(sorted(folder.iterdir())))
-        content = file.read_bytes()
-        ways = [fuzz.broken, fuzz.broken_programs] if file.name == fuzz.BIN else [fuzz.broken]
-        file.write_bytes(data.draw(data.draw(st.sampled_from(ways))(content)))
-        applied(folder)
+def test_broken_bytes_never_crash(data: st.DataObject, place: Path) -> None:
+    folder = emptied(place)
+    data.draw(fuzz.right_folders(folder))
+    file = data.draw(st.sampled_from(sorted(folder.iterdir())))
+    content = file.read_bytes()
+    ways = [fuzz.broken, fuzz.broken_programs] if file.name == fuzz.BIN else [fuzz.broken]
+    file.write_bytes(data.draw(data.draw(st.sampled_from(ways))(content)))
+    applied(folder)
