@@ -44,10 +44,10 @@ class _Piece:
 def pack(adapter: Adapter, tile_map: TileMap, *, pin: bool = False) -> AdapterImage:
     """Pack `adapter`; deterministic, and linears that it does not touch take no bytes.
 
-    Raises AdapterError when a rank is above `tile_map.max_rank`. `pin` needs a CUDA device.
+    Raises AdapterError when a rank is above `tile_map.max_rank`, or DoRA was read without base
+    weights. `pin` needs a CUDA device.
     """
-    missing = [where for where, delta in adapter.deltas.items() if not delta.is_complete]
-    assert not missing, f"{adapter.path} was read without base weights, which {missing[0]} needs"
+    _check_complete(adapter)
     pieces = _all_pieces(adapter, tile_map)
     places, count = place([piece.nbytes for piece in pieces], tile_map.page_bytes)
     # Zeros, not empty: unused bytes are copied too, and an image must not depend on old memory.
@@ -118,6 +118,16 @@ def _check_ranks(adapter: Adapter, tile_map: TileMap) -> None:
                 f"layer {layer} {name}",
                 f"wanted a rank of at most {tile_map.max_rank}, got {delta.rank}; "
                 "set --max-lora-rank to at least that",
+            )
+
+
+def _check_complete(adapter: Adapter) -> None:
+    for (layer, name), delta in adapter.deltas.items():
+        if not delta.is_complete:
+            raise AdapterError(
+                adapter.path,
+                f"layer {layer} {name}",
+                "DoRA needs the base model's weights; pass base_weight to read_adapter",
             )
 
 
