@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from harness import Request
+from tiny_adapters import quiet
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -37,9 +38,10 @@ class Reference:
     def __init__(self, base: torch.nn.Module, adapters: dict[str, Path]) -> None:
         self._answers: dict[tuple[str | None, tuple[int, ...]], Answer] = {}
         (first, folder), *rest = adapters.items()
-        self._model = peft.PeftModel.from_pretrained(base, folder, first)
-        for name, path in rest:
-            self._model.load_adapter(path, name)
+        with quiet():
+            self._model = peft.PeftModel.from_pretrained(base, folder, first)
+            for name, path in rest:
+                self._model.load_adapter(path, name)
         self._model.eval()
 
     def answer(self, adapter: str | None, prompt: tuple[int, ...], new_tokens: int) -> Answer:

@@ -1,7 +1,8 @@
 """Adapters for the tiny model, written by PEFT: every kind that Graft has to apply exactly."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,15 @@ KINDS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 }
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without PEFT's warnings about `lora_bias`: it cannot be merged, and is a vector."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`lora_bias=True` was passed but")
+        warnings.filterwarnings("ignore", r".* tensor\(s\) have invalid shape: .*lora_B\.bias")
+        yield
+
+
 def save(
     folder: Path,
     lora: dict[str, Any],
@@ -75,10 +85,7 @@ def save(
     """Write one adapter whose every number is random, strong enough to change tokens."""
     torch.manual_seed(seed)
     source = torch.Generator().manual_seed(seed)
-    with warnings.catch_warnings():
-        # PEFT: such biases cannot be merged, and they are vectors.
-        warnings.filterwarnings("ignore", "`lora_bias=True` was passed but")
-        warnings.filterwarnings("ignore", r".* tensor\(s\) have invalid shape: .*lora_B\.bias")
+    with quiet():
         model = peft.get_peft_model(base(), peft.LoraConfig(**lora))
         with torch.no_grad():
             for name, weight in model.named_parameters():
