@@ -2,7 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ with warnings.catch_warnings():
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
 
-from sglang_graft.adapters import ModelSpec
+from sglang_graft.adapters import BaseWeight, ModelSpec
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -40,17 +41,39 @@ def tiny_spec(dtype: torch.dtype = torch.float32) -> ModelSpec:
     return ModelSpec.llama_like(tiny_config().to_dict(), dtype)
 
 
-def save_adapter(folder: Path, *, seed: int = 0, **lora: Any) -> peft.PeftModel:
-    """Save a random adapter (A and B both non-zero) to `folder` and return the PEFT model."""
+def save_adapter(
+    folder: Path, *, seed: int = 0, attention_bias: bool = False, **lora: Any
+) -> peft.PeftModel:
+    """Save a random adapter (nothing in it at its start value) and return the PEFT model.
+
+    `attention_bias` gives q, k, v and o of the base model biases, random too.
+    """
     torch.manual_seed(seed)
     lora.setdefault("target_modules", ["q_proj", "v_proj"])
-    model = peft.get_peft_model(LlamaForCausalLM(tiny_config()), peft.LoraConfig(**lora))
+    config = tiny_config()
+    config.attention_bias = attention_bias
+    with _quiet():
+        model = peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(**lora))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    model.save_pretrained(folder)
+            elif "lora_magnitude_vector" in name:
+                parameter.mul_(torch.rand_like(parameter) + 0.5)
+            elif name.endswith(".bias"):
+                parameter.normal_(std=0.1)
+    with _quiet():
+        model.save_pretrained(folder)
     return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without PEFT's warnings about `lora_bias`: it cannot be merged, and is a vector."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`lora_bias=True` was passed but")
+        warnings.filterwarnings("ignore", r".* tensor\(s\) have invalid shape: .*lora_B\.bias")
+        yield
 
 
 def lora_layers(model: peft.PeftModel) -> dict[tuple[int, str], Any]:
@@ -61,6 +84,21 @@ def lora_layers(model: peft.PeftModel) -> dict[tuple[int, str], Any]:
             parts = name.split(".")  # model.layers.<layer>.<parent>.<linear>
             found[int(parts[2]), parts[4]] = module
     return found
+
+
+def base_weight(model: peft.PeftModel) -> BaseWeight:
+    """What an engine would show of the base model that is below `model`."""
+    modules = dict(model.base_model.model.named_modules())
+
+    def read(layer: int | None, linear: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        inside = "" if layer is None else f".layers.{layer}."
+        (module,) = (
+            m for n, m in modules.items() if inside in n and n.rpartition(".")[2] == linear
+        )
+        module = getattr(module, "base_layer", module)
+        return module.weight, getattr(module, "bias", None)
+
+    return read
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

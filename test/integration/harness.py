@@ -35,18 +35,24 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Request:
-    """One greedy completion; `adapter` None is the base model."""
+    """One greedy completion; `adapter` None is the base model.
+
+    `logprobs` asks for those of every token, of the prompt too.
+    """
 
     adapter: str | None
     prompt: Prompt
     new_tokens: int = 16
+    logprobs: bool = False
 
     def body(self) -> dict[str, Any]:
         """The JSON of POST /generate."""
+        more = {"return_logprob": True, "logprob_start_len": 0} if self.logprobs else {}
         return {
             "input_ids": list(self.prompt),
             "lora_path": self.adapter,
             "sampling_params": greedy(self.new_tokens),
+            **more,
         }
 
 

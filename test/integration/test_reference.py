@@ -218,15 +218,15 @@ def locks(server: Server, name: str) -> int:
 
 def broken(kind: str, folder: Path) -> Path:
     lora: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"]}
-    if kind == "dora":
-        lora["use_dora"] = True
+    if kind == "bias":
+        lora["bias"] = "all"
     tiny_adapters.save(folder, lora, seed=7)
     if kind == "shape":
         tiny_adapters.edit_tensors(folder, lambda name, t: t[:, :-8] if "lora_A" in name else t)
     return folder
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("dora", "DoRA"), ("shape", "[4, 96]")])
+@pytest.mark.parametrize(("kind", "reason"), [("bias", "trained biases"), ("shape", "[4, 96]")])
 def test_a_broken_adapter_is_refused_and_others_go_on(
     server: Server, reference: Reference, tmp_path: Path, kind: str, reason: str
 ) -> None:

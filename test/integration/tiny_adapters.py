@@ -1,7 +1,8 @@
 """Adapters for the tiny model, written by PEFT: every kind that Graft has to apply exactly."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +54,47 @@ KINDS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     ),
     "fp16": ({"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]}, torch.float16),
     "bf16": ({"r": 8, "lora_alpha": 16, "target_modules": ["k_proj", "v_proj"]}, torch.bfloat16),
+    "dora-r8": (
+        {"r": 8, "lora_alpha": 16, "use_dora": True, "target_modules": list(ALL)},
+        torch.float32,
+    ),
+    "bias-r6": (
+        {"r": 6, "lora_alpha": 9, "lora_bias": True, "target_modules": list(ALL)},
+        torch.float32,
+    ),
 }
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without PEFT's warnings about `lora_bias`: it cannot be merged, and is a vector."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`lora_bias=True` was passed but")
+        warnings.filterwarnings("ignore", r".* tensor\(s\) have invalid shape: .*lora_B\.bias")
+        yield
+
+
 def save(
-    folder: Path, lora: dict[str, Any], *, seed: int, dtype: torch.dtype = torch.float32
+    folder: Path,
+    lora: dict[str, Any],
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    base: Callable[[], torch.nn.Module] = tiny_model.new_model,
 ) -> Path:
-    """Write one adapter whose A and B are both non-zero, strong enough to change tokens."""
+    """Write one adapter whose every number is random, strong enough to change tokens."""
     torch.manual_seed(seed)
-    model = peft.get_peft_model(tiny_model.new_model(), peft.LoraConfig(**lora))
     source = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "lora_" in name:
-                std = 0.5 if "lora_B" in name else 0.1
-                weight.normal_(std=std, generator=source)
-    model.save_pretrained(folder)
+    with quiet():
+        model = peft.get_peft_model(base(), peft.LoraConfig(**lora))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_magnitude_vector" in name:
+                    weight.mul_(torch.rand(weight.shape, generator=source) + 0.5)
+                elif "lora_" in name:
+                    std = 0.5 if "lora_B" in name else 0.1
+                    weight.normal_(std=std, generator=source)
+        model.save_pretrained(folder)
     if dtype != torch.float32:
         edit_tensors(folder, lambda _, tensor: tensor.to(dtype))
     return folder

@@ -1,7 +1,8 @@
-"""A tiny random Llama with a tokenizer of whole words, so that a server starts and answers fast."""
+"""Tiny random models with a tokenizer of whole words, so that a server starts and answers fast."""
 
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,7 +11,14 @@ with warnings.catch_warnings():
     # Their imports warn about their own code; in tests a warning is an error.
     warnings.simplefilter("ignore")
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedModel,
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
 
 VOCABULARY = 512
 CONTEXT = 2048
@@ -41,9 +49,25 @@ def new_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config()).eval()
 
 
-def save_model(folder: Path) -> Path:
+def new_biased_model() -> Qwen2ForCausalLM:
+    """A Qwen2 of the same size: biases on q, k and v, and a tied head."""
+    torch.manual_seed(12)
+    sizes = config().to_dict()
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "vocab_size", "max_position_embeddings", "initializer_range")
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    shape = {name: sizes[name] for name in names}
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, **tokens, tie_word_embeddings=True))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_proj.bias"):
+                parameter.normal_(std=0.5)
+    return model.eval()
+
+
+def save_model(folder: Path, new: Callable[[], PreTrainedModel] = new_model) -> Path:
     """Write weights (float32) and tokenizer; returns `folder`."""
-    new_model().save_pretrained(folder)
+    new().save_pretrained(folder)
     words = Tokenizer(models.WordLevel({word(i): i for i in range(VOCABULARY)}, unk_token=word(0)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)

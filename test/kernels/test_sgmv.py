@@ -1,12 +1,12 @@
 """Segmented LoRA against dense float64, from tiles in an arena in which all other bytes are NaN."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
-from graft_kernels.sgmv import Group, Side, Slice, Weights, expand, sgmv, shrink
+from graft_kernels.sgmv import Group, Side, Slice, Vector, Weights, expand, sgmv, shrink
 from graft_kernels.sgmv.reference import TileReader
 
 RANK_TILE = 16
@@ -18,6 +18,8 @@ N = sum(WIDTHS)
 
 Deltas = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, float]]
 """(slot, column) -> A [r, K], B [n, r], scale."""
+Vectors = dict[tuple[int, int], dict[str, torch.Tensor]]
+"""(slot, column) -> "mul" and "add", float32 [n], as far as the adapter has them."""
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Bench:
     chunk_features: int = 1 << 20
     gap: int = 128
     deltas: Deltas = field(default_factory=dict)
+    vectors: Vectors = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._end = 0
@@ -36,7 +39,8 @@ class Bench:
         self.slices: list[Slice] = []
         for column, width in enumerate(WIDTHS):
             a, b = self._side(K), self._side(width)
-            self.slices.append(Slice(a, b, column, sum(WIDTHS[:column])))
+            mul, add = self._vector(width), self._vector(width)
+            self.slices.append(Slice(a, b, column, sum(WIDTHS[:column]), mul, add))
         self.weights = Weights(
             addresses=torch.zeros(self.slots, self._tiles, dtype=torch.int64),
             ranks=torch.zeros(self.slots, len(WIDTHS), dtype=torch.int32),
@@ -51,6 +55,12 @@ class Bench:
         self._tiles += side.rank_tiles * side.chunks
         return side
 
+    def _vector(self, features: int) -> Vector:
+        width = min(self.chunk_features, features)
+        vector = Vector(self._tiles, -(-features // width), width, features)
+        self._tiles += vector.chunks
+        return vector
+
     def load(self, slot: int, column: int, rank: int, *, value: float | None = None) -> None:
         """Put a random adapter (or one of a single value) of `rank` on one linear of a slot."""
         a, b = torch.randn(rank, K).to(self.dtype), torch.randn(WIDTHS[column], rank).to(self.dtype)
@@ -64,14 +74,24 @@ class Bench:
         self._store(slot, self.slices[column].a, a)
         self._store(slot, self.slices[column].b, b.T)
 
+    def load_vector(self, slot: int, column: int, name: str) -> None:
+        """Put a random "mul" or "add" on one linear of a slot."""
+        values = torch.randn(WIDTHS[column]) + 1
+        self.vectors.setdefault((slot, column), {})[name] = values
+        where = getattr(self.slices[column], name)
+        for j, part in enumerate(values.split(where.chunk_features)):
+            self._put(slot, where.first + j, part)
+
     def _store(self, slot: int, side: Side, matrix: torch.Tensor) -> None:
         for i, band in enumerate(matrix.split(RANK_TILE)):
             for j, tile in enumerate(band.split(side.chunk_features, dim=1)):
-                data = tile.contiguous().view(torch.uint8).reshape(-1)
-                self.weights.arena[self._end : self._end + len(data)] = data
-                address = self.weights.arena.data_ptr() + self._end
-                self.weights.addresses[slot, side.first + i * side.chunks + j] = address
-                self._end += -(-len(data) // 128) * 128 + self.gap
+                self._put(slot, side.first + i * side.chunks + j, tile)
+
+    def _put(self, slot: int, tile: int, values: torch.Tensor) -> None:
+        data = values.contiguous().view(torch.uint8).reshape(-1)
+        self.weights.arena[self._end : self._end + len(data)] = data
+        self.weights.addresses[slot, tile] = self.weights.arena.data_ptr() + self._end
+        self._end += -(-len(data) // 128) * 128 + self.gap
 
     def dense(self, x: torch.Tensor, groups: Sequence[Group], out: torch.Tensor) -> torch.Tensor:
         """The expected result, in the dtype of `x`, from plain matrices."""
@@ -83,6 +103,12 @@ class Bench:
                     delta = x[group.rows] @ a.to(x.dtype).T @ b.to(x.dtype).T * scale
                     columns = slice(piece.out_offset, piece.out_offset + piece.b.features)
                     out[group.rows, columns] += delta
+                    for name, values in self.vectors.get((group.slot, piece.column), {}).items():
+                        wide = out[group.rows, columns].to(
+                            torch.promote_types(x.dtype, values.dtype)
+                        )
+                        wide = wide * values if name == "mul" else wide + values
+                        out[group.rows, columns] = wide.to(out.dtype)
         return out
 
 
@@ -226,6 +252,105 @@ def test_nan_in_one_adapter_changes_no_row_of_another(bad: float) -> None:
     assert not spoiled[[1, 4]].isfinite().any()
 
 
+HAVES = [("mul",), ("add",), ("mul", "add")]
+
+
+@pytest.mark.parametrize("names", HAVES, ids="-".join)
+@pytest.mark.parametrize("chunk_features", [8, 16, 1 << 20])
+def test_vectors_of_each_kind_and_chunking(names: tuple[str, ...], chunk_features: int) -> None:
+    bench = Bench(slots=2, chunk_features=chunk_features)
+    for column in range(3):
+        bench.load(1, column, 12)
+        for name in names:
+            bench.load_vector(1, column, name)
+    assert_exact(bench, [Group(1, slice(1, 6))], 7)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 3), torch.tensor([4, 0, 2])], ids=["slice", "index"])
+def test_vectors_of_some_linears(rows: slice | torch.Tensor) -> None:
+    bench = Bench(slots=2)
+    for column in range(3):
+        bench.load(1, column, 4)
+    bench.load_vector(1, 0, "mul")
+    bench.load_vector(1, 2, "add")
+    assert_exact(bench, [Group(1, rows)], 5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_mixed_batch_with_and_without_vectors(seed: int) -> None:
+    torch.manual_seed(seed)
+    bench = Bench(slots=6)
+    for slot in range(1, 6):
+        for column in range(3):
+            if torch.rand(()) < 0.7:
+                bench.load(slot, column, int(torch.randint(1, MAX_RANK + 1, ())))
+                for name in ("mul", "add"):
+                    if torch.rand(()) < 0.5:
+                        bench.load_vector(slot, column, name)
+    assert_exact(bench, make_groups(torch.randint(0, 6, (20,)).tolist()), 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_vectors_change_no_bit_of_other_rows(dtype: torch.dtype) -> None:
+    x, base = torch.randn(8, K).to(dtype), torch.randn(8, N).to(dtype)
+    groups = make_groups([1, 2, 0, 3, 2, 1, 0, 3])
+    results = []
+    for spoilt in (False, True):
+        torch.manual_seed(2)
+        bench = Bench(slots=4, dtype=dtype)
+        for slot in (1, 2, 3):
+            bench.load(slot, 0, 9)
+        if spoilt:
+            bench.load_vector(2, 0, "mul")
+            bench.load_vector(2, 0, "add")
+            # Rank 0 there: the vector must not count.
+            bench.load_vector(3, 1, "mul")
+        results.append(sgmv(x, bench.slices, groups, bench.weights, base.clone()))
+    plain, changed = (result.view(torch.uint8) for result in results)
+    others = [0, 2, 3, 5, 6, 7]
+    assert torch.equal(plain[others], changed[others])
+    assert not torch.equal(plain[[1, 4]], changed[[1, 4]])
+    behind = WIDTHS[0] * dtype.itemsize
+    assert torch.equal(plain[:, behind:], changed[:, behind:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_vectors_round_once(dtype: torch.dtype) -> None:
+    bench = Bench(slots=2, dtype=dtype)
+    bench.load(1, 0, 8, value=0.0)  # no delta: what is left is (out + 0) * mul + add
+    bench.load_vector(1, 0, "mul")
+    bench.load_vector(1, 0, "add")
+    out = torch.randn(4, N).to(dtype)
+    vectors = bench.vectors[1, 0]
+    wanted = (out[:, : WIDTHS[0]].float() * vectors["mul"] + vectors["add"]).to(dtype)
+    sgmv(torch.randn(4, K).to(dtype), bench.slices, [Group(1, slice(0, 4))], bench.weights, out)
+    assert torch.equal(out[:, : WIDTHS[0]], wanted)
+
+
+def test_a_slice_that_can_have_no_vectors() -> None:
+    bench = Bench(slots=2)
+    bench.load(1, 1, 4)
+    bench.slices = [Slice(s.a, s.b, s.column, s.out_offset) for s in bench.slices]
+    assert_exact(bench, [Group(1, slice(0, 2))], 2)
+
+
+def test_a_part_of_a_vector_is_a_broken_invariant() -> None:
+    bench = Bench(slots=2, chunk_features=16)
+    bench.load(1, 0, 4)
+    bench.load_vector(1, 0, "add")
+    where = bench.slices[0].add
+    assert where is not None
+    bench.weights.addresses[1, where.first + 1] = 0
+    with pytest.raises(AssertionError, match="slot 1 has a part of Vector"):
+        sgmv(
+            torch.randn(1, K),
+            bench.slices,
+            [Group(1, slice(0, 1))],
+            bench.weights,
+            torch.zeros(1, N),
+        )
+
+
 def test_expand_adds_in_place_and_returns_out() -> None:
     bench = Bench(slots=2)
     bench.load(1, 0, 8)
@@ -279,6 +404,9 @@ def test_wrong_shapes_are_refused() -> None:
         expand(torch.zeros(2, 3, 4), *rest, torch.zeros(2, N - 1))
     with pytest.raises(ValueError, match=r"s: wanted torch.float32 \[2, 3, R\]"):
         expand(torch.zeros(2, 2, 4), *rest, torch.zeros(2, N))
+    short = [replace(bench.slices[0], add=Vector(0, 1, 8, 8))]
+    with pytest.raises(ValueError, match=r"slices: wanted vectors of 40 features, got Vector"):
+        expand(torch.zeros(2, 1, 4), short, *rest[1:], torch.zeros(2, N))
     with pytest.raises(ValueError, match=r"s: wanted torch.float16 \[2, 3, R\]"):
         expand(torch.zeros(2, 3, 4), *rest, torch.zeros(2, N, dtype=torch.float16))
 

@@ -6,6 +6,12 @@ Shapes: T tokens, K input features, N output features, S slices, R the largest r
     out[t, columns_i] += (s[t, i, :r] @ B_i.T) * scale_i    expand
 
 A_i `[r, K]` and B_i `[n, r]` belong to the adapter in the slot of token t, each at its true rank r.
+An adapter may also have vectors over the outputs of a slice. Then, where its rank there is above 0,
+
+    out[t, columns_i] = (out[t, columns_i] + delta) * mul_i + add_i
+
+in float32 (float64 for float64 input), each of the two only if it is present. DoRA (Liu et al.,
+2024) and biases of LoRA layers come to this.
 """
 
 from collections.abc import Sequence
@@ -33,9 +39,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """Where one float32 value for each output feature stands in the pointer table.
+    """float32 values over the output features of one linear, one for each.
 
-    Chunk j is column `first + j`: up to `chunk_features` values, contiguous.
+    Chunk j is column `first + j` of the address table, each chunk contiguous, up to
+    `chunk_features` values. An adapter has all chunks or none.
     """
 
     first: int
@@ -48,8 +55,8 @@ class Vector:
 class Slice:
     """One linear of a stacked projection, as q of qkv; a projection of its own is one slice.
 
-    `column` finds its rank and scale, `out_offset` is its first output feature. `mul` and `add`
-    are where an adapter may have vectors: its rows become `(out + delta) * mul + add`.
+    `column` finds its rank and scale, `out_offset` is its first output feature. `mul` and `add` say
+    where an adapter's vectors stand; None where no adapter can have them.
     """
 
     a: Side
@@ -131,7 +138,8 @@ def expand(
 ) -> torch.Tensor:
     """Add the deltas of `s` `[T, S, R]`, as `shrink` made it, to `out` `[T, N]` in place.
 
-    Returns `out`. Rows of slot 0 and rows in no group keep their bits.
+    Applies the vectors of the adapters that have any. Returns `out`. Rows of slot 0, rows in no
+    group and slices where an adapter's rank is 0 keep their bits.
     """
     from graft_kernels.sgmv import reference
 
@@ -145,6 +153,11 @@ def expand(
         end = piece.out_offset + piece.b.features
         if end > out.shape[1]:
             raise ValueError(f"out: wanted [T, at least {end}], got {list(out.shape)}")
+        for vector in (piece.mul, piece.add):
+            if vector is not None and vector.features != piece.b.features:
+                raise ValueError(
+                    f"slices: wanted vectors of {piece.b.features} features, got {vector}"
+                )
     return reference.expand(s, slices, groups, weights, out)
 
 
@@ -155,7 +168,7 @@ def sgmv(
     weights: Weights,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`shrink` and `expand`: adds each token's adapter delta for `x` `[T, K]` to `out` `[T, N]`."""
+    """`shrink` and `expand`: applies each token's adapter for `x` `[T, K]` to `out` `[T, N]`."""
     return expand(shrink(x, slices, groups, weights), slices, groups, weights, out)
 
 

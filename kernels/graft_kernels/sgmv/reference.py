@@ -2,14 +2,14 @@
 
 All sums and products run in the dtype of the input, in the order in which PEFT applies a LoRA
 layer: `out + ((x @ A.T) @ B.T) * scale`. Float64 inputs widen the weights, so that the result is
-exact to float64.
+exact to float64. For adapters with vectors, `(out + delta) * mul + add` runs in float32 at least.
 """
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from graft_kernels.sgmv.api import Group, Side, Slice, Weights
+from graft_kernels.sgmv.api import Group, Side, Slice, Vector, Weights
 
 
 class TileReader:
@@ -18,8 +18,8 @@ class TileReader:
     def __init__(self, weights: Weights) -> None:
         # Numpy shares the memory of the tables and reads one entry some ten times quicker.
         self._addresses = weights.addresses.numpy()
+        self._arena = weights.arena
         self._numbers = weights.arena.view(weights.dtype)
-        self._size = self._numbers.numel()
         self._base = weights.arena.data_ptr()
         self._itemsize = weights.dtype.itemsize
         self._rank_tile = weights.rank_tile
@@ -35,6 +35,22 @@ class TileReader:
             ranks = min(self._rank_tile, rank - first_rank)
             bands.append(self._band(side, slot, first_rank // self._rank_tile, ranks))
         return _joined(bands)
+
+    def vector(self, vector: Vector | None, slot: int) -> torch.Tensor | None:
+        """The float32 values `[features]` of one adapter, None where it has none."""
+        if vector is None:
+            return None
+        columns = slice(vector.first, vector.first + vector.chunks)
+        addresses = self._addresses[slot, columns].tolist()
+        if not any(addresses):
+            return None
+        assert all(addresses), f"slot {slot} has a part of {vector}: {addresses}"
+        numbers = self._arena.view(torch.float32)
+        parts = []
+        for chunk, address in enumerate(addresses):
+            width = min(vector.chunk_features, vector.features - chunk * vector.chunk_features)
+            parts.append(self._read(numbers, address, width))
+        return _joined(parts)
 
     def _runs(self, side: Side, slot: int, rank: int) -> Iterator[tuple[int, int]]:
         """(address, ranks) of the tiles; those that follow each other in memory count as one."""
@@ -64,13 +80,17 @@ class TileReader:
         return address
 
     def _tile(self, address: int, ranks: int, features: int) -> torch.Tensor:
-        start, remainder = divmod(address - self._base, self._itemsize)
+        return self._read(self._numbers, address, ranks * features).view(ranks, features)
+
+    def _read(self, numbers: torch.Tensor, address: int, count: int) -> torch.Tensor:
+        """`count` numbers from `address` on; `numbers` is the whole arena in their dtype."""
+        start, remainder = divmod(address - self._base, numbers.itemsize)
         # A slice out of range would come back short or from the wrong end, without an error.
-        assert start in range(self._size - ranks * features + 1), (
+        assert start in range(numbers.numel() - count + 1), (
             f"a tile at {address} is outside of the arena at {self._base}"
         )
-        assert not remainder, f"a tile at {address} is not aligned to {self._itemsize} bytes"
-        return self._numbers[start : start + ranks * features].view(ranks, features)
+        assert not remainder, f"a tile at {address} is not aligned to {numbers.itemsize} bytes"
+        return numbers[start : start + count]
 
 
 def shrink(
@@ -108,9 +128,28 @@ def expand(
                 b = reader.matrix(piece.b, group.slot, rank).to(s.dtype)
                 delta = mine[:, index, :rank] @ b
                 delta *= float(scales[group.slot, piece.column])
-                taken[:, piece.out_offset : piece.out_offset + piece.b.features].add_(delta)
+                columns = taken[:, piece.out_offset : piece.out_offset + piece.b.features]
+                mul = reader.vector(piece.mul, group.slot)
+                add = reader.vector(piece.add, group.slot)
+                if mul is None and add is None:
+                    columns.add_(delta)
+                else:
+                    columns.copy_(_with_vectors(columns, delta, mul, add))
         _put_back(out, group.rows, taken)
     return out
+
+
+def _with_vectors(
+    out: torch.Tensor, delta: torch.Tensor, mul: torch.Tensor | None, add: torch.Tensor | None
+) -> torch.Tensor:
+    """`(out + delta) * mul + add`, one rounding to the dtype of `out` left to the caller."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    result = out.to(wide) + delta.to(wide)
+    if mul is not None:
+        result *= mul.to(wide)
+    if add is not None:
+        result += add.to(wide)
+    return result
 
 
 def _work(

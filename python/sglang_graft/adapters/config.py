@@ -26,6 +26,8 @@ class LoraConfig:
     rank: int
     alpha: float
     use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     target_modules: str | tuple[str, ...] | None = None
@@ -43,6 +45,8 @@ def read_config(folder: Path) -> LoraConfig:
         rank=_rank(file, "r", keys.get("r", _DEFAULT_RANK)),
         alpha=_number(file, "lora_alpha", keys.get("lora_alpha", _DEFAULT_ALPHA)),
         use_rslora=_flag(file, "use_rslora", keys.get("use_rslora")),
+        use_dora=_flag(file, "use_dora", keys.get("use_dora")),
+        lora_bias=_flag(file, "lora_bias", keys.get("lora_bias")),
         rank_pattern={
             key: _rank(file, f"rank_pattern[{show(key)}]", value)
             for key, value in _mapping(file, "rank_pattern", keys.get("rank_pattern")).items()

@@ -34,7 +34,7 @@ class AdapterImage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """A tile and the `[ranks, features]` view of the matrix whose bytes go there."""
+    """A tile and the `[ranks, features]` view of the matrix or vector whose bytes go there."""
 
     tile: int
     source: torch.Tensor
@@ -44,15 +44,11 @@ class _Piece:
 def pack(adapter: Adapter, tile_map: TileMap, *, pin: bool = False) -> AdapterImage:
     """Pack `adapter`; deterministic, and linears that it does not touch take no bytes.
 
-    Raises AdapterError when a rank is above `tile_map.max_rank`. `pin` needs a CUDA device.
+    Raises AdapterError when a rank is above `tile_map.max_rank`, or DoRA was read without base
+    weights. `pin` needs a CUDA device.
     """
-    _check_ranks(adapter, tile_map)
-    pieces = [
-        piece
-        for (layer, name), delta in adapter.deltas.items()
-        for piece in _pieces(tile_map, layer, name, delta)
-    ]
-    pieces.sort(key=lambda piece: piece.tile)
+    _check_complete(adapter)
+    pieces = _all_pieces(adapter, tile_map)
     places, count = place([piece.nbytes for piece in pieces], tile_map.page_bytes)
     # Zeros, not empty: unused bytes are copied too, and an image must not depend on old memory.
     pages = torch.zeros((count, tile_map.page_bytes), dtype=torch.uint8, pin_memory=pin)
@@ -70,6 +66,15 @@ def pack(adapter: Adapter, tile_map: TileMap, *, pin: bool = False) -> AdapterIm
         scales=scales,
         nbytes=sum(piece.nbytes for piece in pieces),
     )
+
+
+def measure(adapter: Adapter, tile_map: TileMap) -> tuple[int, int]:
+    """`nbytes` and the number of pages that `pack` would come to; complete or not. Errors as there.
+
+    Without base weights the `add` of DoRA on a linear with a bias is not counted.
+    """
+    sizes = [piece.nbytes for piece in _all_pieces(adapter, tile_map)]
+    return sum(sizes), place(sizes, tile_map.page_bytes)[1]
 
 
 def place(sizes: list[int], page_bytes: int) -> tuple[list[tuple[int, int]], int]:
@@ -95,6 +100,16 @@ def place(sizes: list[int], page_bytes: int) -> tuple[list[tuple[int, int]], int
     return places, len(used)
 
 
+def _all_pieces(adapter: Adapter, tile_map: TileMap) -> list[_Piece]:
+    _check_ranks(adapter, tile_map)
+    pieces = [
+        piece
+        for (layer, name), delta in adapter.deltas.items()
+        for piece in _pieces(tile_map, layer, name, delta)
+    ]
+    return sorted(pieces, key=lambda piece: piece.tile)
+
+
 def _check_ranks(adapter: Adapter, tile_map: TileMap) -> None:
     for (layer, name), delta in adapter.deltas.items():
         if delta.rank > tile_map.max_rank:
@@ -106,6 +121,16 @@ def _check_ranks(adapter: Adapter, tile_map: TileMap) -> None:
             )
 
 
+def _check_complete(adapter: Adapter) -> None:
+    for (layer, name), delta in adapter.deltas.items():
+        if not delta.is_complete:
+            raise AdapterError(
+                adapter.path,
+                f"layer {layer} {name}",
+                "DoRA needs the base model's weights; pass base_weight to read_adapter",
+            )
+
+
 def _pieces(tile_map: TileMap, layer: int, name: str, delta: Delta) -> Iterator[_Piece]:
     sides: tuple[tuple[SideName, torch.Tensor], ...] = (("A", delta.a), ("B", delta.b.t()))
     for side, matrix in sides:
@@ -113,12 +138,18 @@ def _pieces(tile_map: TileMap, layer: int, name: str, delta: Delta) -> Iterator[
         assert list(matrix.shape) == wanted, (name, side, matrix.shape, wanted)
         assert matrix.dtype == tile_map.spec.dtype, (matrix.dtype, tile_map.spec.dtype)
         for tile in tile_map.tiles_of(layer, name, side, delta.rank):
-            source = _cut(matrix, tile)
-            yield _Piece(tile.index, source, source.numel() * tile_map.itemsize)
+            yield _piece(matrix, tile)
+    for kind, vector in delta.vectors():
+        features = tile_map.vector(layer, name, kind).features
+        assert vector.shape == (features,), (name, kind, vector.shape, features)
+        assert vector.dtype == torch.float32, (name, kind, vector.dtype)
+        for tile in tile_map.tiles_of_vector(layer, name, kind):
+            yield _piece(vector[None], tile)
 
 
-def _cut(matrix: torch.Tensor, tile: Tile) -> torch.Tensor:
-    return matrix[tile.rank_start : tile.rank_stop, tile.start : tile.stop]
+def _piece(matrix: torch.Tensor, tile: Tile) -> _Piece:
+    source = matrix[tile.rank_start : tile.rank_stop, tile.start : tile.stop]
+    return _Piece(tile.index, source, source.numel() * source.itemsize)
 
 
 def _columns(

@@ -1,28 +1,44 @@
-"""The grammar of tensor names: from a name in the file to one matrix of one module.
+"""The grammar of tensor names: from a name in the file to one part of one module.
 
-    [base_model.model.] model.layers.{layer}.{parent}.{module} .lora_A|.lora_B [.adapter] .weight
+    [base_model.model.] [prefix.] layers.{layer}.{parent}.{module} PART
+    PART = .lora_A|.lora_B [.adapter] .weight  |  .lora_B [.adapter] .bias
+         | .lora_magnitude_vector [.adapter] [.weight]  |  .base_layer .weight|.bias
 
-`module` is a linear of the spec, or the name of a fused group (qkv_proj, gate_up_proj) whose B is
-the members' B matrices stacked.
+`module` is a linear of the spec, or the name of a fused group (qkv_proj, gate_up_proj) whose
+outputs are the members' stacked. `prefix` is the model's own, or one that wrappers of the same
+model write (`prefixes.py`).
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sglang_graft.adapters.errors import AdapterError
+from sglang_graft.adapters.prefixes import PrefixReader
 from sglang_graft.adapters.spec import LinearSpec, ModelSpec
-from sglang_graft.adapters.tiles import SideName
 
-_PREFIX = "base_model.model."
+Part = Literal["A", "B", "bias", "magnitude"]
+
+PEFT_PREFIX = "base_model.model."
 # The shortest path wins, so that an adapter may itself be called "lora_B".
-_NAME = re.compile(r"(?P<path>.+?)\.lora_(?P<side>[AB])(\.(?P<adapter>[^.]+))?\.weight")
-_LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
+_NAME = re.compile(
+    r"(?P<path>.+?)\.lora_"
+    r"(?:(?P<part>A|B)(?:\.(?P<adapter>[^.]+))?\.(?P<kind>weight|bias)"
+    r"|(?P<magnitude>magnitude_vector)(?:\.(?P<owner>(?!weight$)[^.]+))?(?:\.weight)?)"
+)
+_COPY = re.compile(r"(?P<path>.+)\.base_layer\.(?P<kind>weight|bias)")
+_PARTS: dict[tuple[str, str], Part] = {
+    ("A", "weight"): "A",
+    ("B", "weight"): "B",
+    ("B", "bias"): "bias",
+}
+# Modules outside the layers whose base weights may lie beside an adapter.
+_OUTSIDE = ("lm_head", "embed_tokens")
 
 # Substring of a name -> why it is refused; the first hit speaks.
 _KNOWN_REFUSALS = (
-    ("lora_magnitude_vector", "DoRA magnitudes are not supported"),
     ("lora_embedding_", "LoRA on embeddings is not supported"),
     ("experts", "LoRA on experts is not supported"),
     ("lm_head", "LoRA on or a copy of lm_head is not supported"),
@@ -36,10 +52,14 @@ _KNOWN_REFUSALS = (
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module that the file speaks of: one linear, or several that share a fused tensor."""
+    """A module that the file speaks of: one linear, or several that share a fused tensor.
+
+    `path` is the file's spelling, `model_path` the served model's.
+    """
 
     layer: int
     path: str
+    model_path: str
     members: tuple[LinearSpec, ...]
 
     @property
@@ -54,12 +74,35 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPair:
-    """The names of A and B of one module in the file."""
+class ModuleTensors:
+    """The names of one module's tensors in the file; None for what it does not have."""
 
     module: Module
     a: str
     b: str
+    bias: str | None
+    magnitude: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BaseCopy:
+    """A tensor of the file that has to be a copy of the base model's.
+
+    `layer` None and `linear` stand for what is outside the layers, as in `base.BaseWeight`.
+    """
+
+    name: str
+    layer: int | None
+    linears: tuple[str, ...]
+    is_bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Every tensor of the file, by its use; modules ascend by layer and path."""
+
+    modules: list[ModuleTensors]
+    copies: list[BaseCopy]
 
 
 class NameReader:
@@ -72,46 +115,73 @@ class NameReader:
             f"{members[0].parent}.{group}": members for group, members in spec.groups().items()
         }
         self._members |= {f"{linear.parent}.{linear.name}": (linear,) for linear in spec.linears}
+        self._prefixes = PrefixReader(spec.layer_prefix, self._members)
 
-    def pairs(self, names: Iterable[str]) -> list[TensorPair]:
-        """A and B of every module, ascending by layer and path.
+    def contents(self, names: Iterable[str]) -> Contents:
+        """What each tensor is.
 
         Raises AdapterError naming the tensor that fits nowhere, lacks its partner, or repeats what
         another tensor says.
         """
-        found: dict[Module, dict[SideName, str]] = {}
+        found: dict[Module, dict[Part, str]] = {}
         adapters: dict[str | None, str] = {}
+        copies: list[BaseCopy] = []
         for name in sorted(names):
-            module, side, adapter = self._parse(name)
+            # LoRA first: an adapter may itself be called "base_layer".
+            if not _NAME.fullmatch(name) and (copy := self._copy(name)) is not None:
+                copies.append(copy)
+                continue
+            module, part, adapter = self._parse(name)
             adapters.setdefault(adapter, name)
             if len(adapters) > 1:
                 first, second = adapters.values()
                 raise self._error(second, f"names another adapter than {first} in the same file")
-            if side in found.setdefault(module, {}):
-                raise self._error(name, f"is the same matrix as {found[module][side]}")
-            found[module][side] = name
+            if part in found.setdefault(module, {}):
+                raise self._error(name, f"is the same matrix as {found[module][part]}")
+            found[module][part] = name
         if not found:
             raise self._error("tensors", "wanted LoRA tensors of this model, got none")
         self._refuse_overlap(found)
-        pairs = [self._pair(module, sides) for module, sides in found.items()]
-        return sorted(pairs, key=lambda pair: (pair.module.layer, pair.module.path))
+        modules = [self._tensors(module, parts) for module, parts in found.items()]
+        modules.sort(key=lambda tensors: (tensors.module.layer, tensors.module.path))
+        return Contents(modules, copies)
 
-    def _parse(self, name: str) -> tuple[Module, SideName, str | None]:
+    def _parse(self, name: str) -> tuple[Module, Part, str | None]:
         parts = _NAME.fullmatch(name)
         if parts is None:
             raise self._error(name, self._why_refused(name))
-        side: SideName = "A" if parts["side"] == "A" else "B"
-        return self._module(name, parts["path"].removeprefix(_PREFIX)), side, parts["adapter"]
+        if parts["magnitude"]:
+            return self._module(name, parts["path"]), "magnitude", parts["owner"]
+        part = _PARTS.get((parts["part"], parts["kind"]))
+        if part is None:
+            raise self._error(name, self._why_refused(name))
+        return self._module(name, parts["path"]), part, parts["adapter"]
+
+    def _copy(self, name: str) -> BaseCopy | None:
+        parts = _COPY.fullmatch(name)
+        if parts is None:
+            return None
+        is_bias = parts["kind"] == "bias"
+        outside = parts["path"].rpartition(".")[2]
+        if outside in _OUTSIDE:
+            return BaseCopy(name, None, (outside,), is_bias)
+        module = self._module(name, parts["path"])
+        linears = tuple(member.name for member in module.members)
+        return BaseCopy(name, module.layer, linears, is_bias)
 
     def _module(self, name: str, path: str) -> Module:
-        prefix = self._spec.layer_prefix + "."
-        number, _, rest = path.removeprefix(prefix).partition(".")
-        known = rest in self._members and path.startswith(prefix)
-        if not known or not _LAYER.fullmatch(number):
+        path = path.removeprefix(PEFT_PREFIX)
+        place = self._prefixes.split(path)
+        if place is None:
             raise self._error(name, self._why_refused(name))
-        if int(number) >= self._spec.layers:
-            raise self._error(name, f"wanted a layer below {self._spec.layers}, got layer {number}")
-        return Module(int(number), path, self._members[rest])
+        if (other := self._prefixes.conflict(place, name)) is not None:
+            raise self._error(name, f"has another path to its layers than {other}")
+        if place.layer >= self._spec.layers:
+            raise self._error(
+                name, f"wanted a layer below {self._spec.layers}, got layer {place.layer}"
+            )
+        model_path = f"{self._spec.layer_prefix}.{place.layer}.{place.rest}"
+        return Module(place.layer, path, model_path, self._members[place.rest])
 
     def _why_refused(self, name: str) -> str:
         for part, why in _KNOWN_REFUSALS:
@@ -133,12 +203,15 @@ class NameReader:
                         module.path, f"touches {member.name}, as {other.path} does already"
                     )
 
-    def _pair(self, module: Module, sides: dict[SideName, str]) -> TensorPair:
-        if "A" not in sides:
-            raise self._error(sides["B"], "its lora_A partner is missing")
-        if "B" not in sides:
-            raise self._error(sides["A"], "its lora_B partner is missing")
-        return TensorPair(module, sides["A"], sides["B"])
+    def _tensors(self, module: Module, parts: dict[Part, str]) -> ModuleTensors:
+        some = next(iter(parts.values()))
+        if "A" not in parts:
+            raise self._error(parts.get("B", some), "its lora_A partner is missing")
+        if "B" not in parts:
+            raise self._error(parts["A"], "its lora_B partner is missing")
+        return ModuleTensors(
+            module, parts["A"], parts["B"], parts.get("bias"), parts.get("magnitude")
+        )
 
     def _error(self, item: str, reason: str) -> AdapterError:
         return AdapterError(self._file, item, reason)

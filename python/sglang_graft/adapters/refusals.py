@@ -1,6 +1,6 @@
 """Config keys that change what an adapter computes and that we do not apply.
 
-Every key is either known to leave `y += scale * B(A(x))` as it is, or it has to be off. A key of a
+Every key is either applied, known to change nothing, or it has to be off. A key of a
 later PEFT that we have never seen is therefore accepted only while it is off.
 """
 
@@ -12,7 +12,7 @@ from sglang_graft.adapters.errors import AdapterError, show
 # Read elsewhere in this package.
 _APPLIED = frozenset(
     {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"}
-    | {"exclude_modules", "layers_to_transform"}
+    | {"exclude_modules", "layers_to_transform", "use_dora", "lora_bias"}
 )
 
 # About training, start values, or where the adapter came from: the weights say it all. The base
@@ -26,8 +26,6 @@ _HARMLESS = frozenset(
 
 # Key -> what is wrong with it, for a message better than "unknown".
 _UNSUPPORTED: dict[str, str] = {
-    "use_dora": "DoRA also scales the base weights",
-    "lora_bias": "biases of LoRA layers are not supported",
     "modules_to_save": "full copies of base modules are not supported, only LoRA matrices",
     "trainable_token_indices": "changed token embeddings are not supported",
     "fan_in_fan_out": "transposed base weights (Conv1D, as in GPT-2) are not supported",
@@ -50,7 +48,7 @@ _SPECIAL = frozenset({"peft_type", "bias", "init_lora_weights"})
 
 
 def refuse_unsupported(file: Path, keys: Mapping[str, object]) -> None:
-    """Raise AdapterError for the first key (by name) that asks for more than plain LoRA."""
+    """Raise AdapterError for the first key (by name) that asks for what we do not apply."""
     if keys.get("peft_type") != "LORA":
         raise AdapterError(file, "peft_type", f"wanted 'LORA', got {show(keys.get('peft_type'))}")
     if keys.get("bias", "none") not in ("none", None):
@@ -59,12 +57,29 @@ def refuse_unsupported(file: Path, keys: Mapping[str, object]) -> None:
             "bias",
             f"wanted 'none', got {show(keys['bias'])}: trained biases are not supported",
         )
+    if keys.get("use_dora") and keys.get("lora_bias"):
+        raise AdapterError(
+            file,
+            "lora_bias",
+            "wanted it off beside use_dora: PEFT does not define the two together",
+        )
     _refuse_changed_base(file, keys.get("init_lora_weights"))
     for key in sorted(keys.keys() - _APPLIED - _HARMLESS - _SPECIAL):
         if not keys[key]:
             continue
         why = _UNSUPPORTED.get(key, "not a key that we know, so it may change the result")
         raise AdapterError(file, key, f"wanted it off, got {show(keys[key])}: {why}")
+
+
+def _refuse_undefined_bias(file: Path, keys: Mapping[str, object]) -> None:
+    """PEFT's LoraConfig does not accept these beside `lora_bias`, so there is nothing to equal."""
+    if keys.get("use_dora"):
+        raise AdapterError(file, "lora_bias", "wanted it off beside use_dora, as PEFT wants it")
+    init = keys.get("init_lora_weights", True)
+    if not isinstance(init, bool):
+        raise AdapterError(
+            file, "lora_bias", f"wanted it off beside init_lora_weights {show(init)}, as PEFT does"
+        )
 
 
 def _refuse_changed_base(file: Path, init: object) -> None:

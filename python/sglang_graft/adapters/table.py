@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_graft.adapters.image import AdapterImage
-from sglang_graft.adapters.tiles import SideName, TileMap
+from sglang_graft.adapters.tiles import VECTORS, SideName, TileMap
 
 _SIDES: tuple[SideName, SideName] = ("A", "B")
 
@@ -100,12 +100,21 @@ class PointerTable:
             assert present == self._wanted_tiles(slot), f"slot {slot}: tiles do not fit its ranks"
 
     def _wanted_tiles(self, slot: int) -> list[int]:
+        """What the ranks ask for, and each vector whose first chunk is there, as a whole.
+
+        A linear that the adapter does not touch has no vectors.
+        """
         wanted: list[int] = []
-        for layer in range(self.tile_map.spec.layers):
-            for linear in self.tile_map.spec.linears:
-                column = self.tile_map.column(layer, linear.name)
-                rank = int(self.host_ranks[slot, column])
+        tile_map = self.tile_map
+        for layer in range(tile_map.spec.layers):
+            for linear in tile_map.spec.linears:
+                rank = int(self.host_ranks[slot, tile_map.column(layer, linear.name)])
                 for side in _SIDES:
-                    tiles = self.tile_map.tiles_of(layer, linear.name, side, rank)
+                    tiles = tile_map.tiles_of(layer, linear.name, side, rank)
                     wanted += [tile.index for tile in tiles]
+                for name in VECTORS:
+                    first = tile_map.vector(layer, linear.name, name).first
+                    if rank and self.host_addresses[slot, first]:
+                        vector = tile_map.tiles_of_vector(layer, linear.name, name)
+                        wanted += [tile.index for tile in vector]
         return wanted

@@ -1,4 +1,4 @@
-"""The fixed numbering of rank tiles: which tile holds which ranks and features of which matrix.
+"""The fixed numbering of tiles: which one holds which part of which matrix or vector.
 
 A tile is up to `rank_tile` ranks times a chunk of the features of one A or one B matrix. It is
 stored contiguous and rank-major, `[ranks, features]`:
@@ -7,7 +7,9 @@ stored contiguous and rank-major, `[ranks, features]`:
     B tile = b.T[r0:r1, f0:f1]        (features are the outputs, so B is stored transposed)
 
 Only the ranks and features that exist are stored, so the row stride of a tile is its own width:
-`chunk_features`, or less in the last chunk of a side.
+`chunk_features`, or less in the last chunk of a side. Behind the tiles of A and B, each linear has
+those of two vectors over its outputs, `mul` and `add`: float32, one value a feature. An adapter has
+all chunks of a vector or none.
 """
 
 from collections.abc import Iterator
@@ -17,6 +19,11 @@ from typing import Literal
 from sglang_graft.adapters.spec import ModelSpec
 
 SideName = Literal["A", "B"]
+VectorName = Literal["mul", "add"]
+
+VECTORS: tuple[VectorName, VectorName] = ("mul", "add")
+VECTOR_ITEMSIZE = 4
+"""Bytes of a float32."""
 
 TILE_ALIGNMENT = 128
 """Bytes. Tiles start at a multiple of it inside their page, for full-width loads."""
@@ -34,6 +41,19 @@ class TileRange:
 
     first: int
     rank_tiles: int
+    chunks: int
+    chunk_features: int
+    features: int
+
+
+@dataclass(frozen=True, slots=True)
+class VectorRange:
+    """The tiles of one vector of one linear of one layer.
+
+    Chunk j is `first + j` and holds features `j * chunk_features` up to the next chunk's.
+    """
+
+    first: int
     chunks: int
     chunk_features: int
     features: int
@@ -76,12 +96,16 @@ class TileMap:
         self.itemsize = spec.dtype.itemsize
         self._columns: dict[tuple[int, str], int] = {}
         self._sides: dict[tuple[int, str, str], TileRange] = {}
+        self._vectors: dict[tuple[int, str, str], VectorRange] = {}
         self.tiles = 0
         for layer in range(spec.layers):
             for linear in spec.linears:
                 self._columns[layer, linear.name] = len(self._columns)
                 self._sides[layer, linear.name, "A"] = self._append(linear.in_features)
                 self._sides[layer, linear.name, "B"] = self._append(linear.out_features)
+                for name in VECTORS:
+                    vector = self._append_vector(linear.out_features)
+                    self._vectors[layer, linear.name, name] = vector
         self.columns = len(self._columns)
 
     def _append(self, features: int) -> TileRange:
@@ -90,6 +114,12 @@ class TileMap:
         side = TileRange(self.tiles, rank_tiles, -(-features // chunk), chunk, features)
         self.tiles += side.rank_tiles * side.chunks
         return side
+
+    def _append_vector(self, features: int) -> VectorRange:
+        chunk = min(features, self.page_bytes // VECTOR_ITEMSIZE)
+        vector = VectorRange(self.tiles, -(-features // chunk), chunk, features)
+        self.tiles += vector.chunks
+        return vector
 
     def _chunk_features(self, features: int) -> int:
         if self.rank_tile * features * self.itemsize <= self.page_bytes:
@@ -108,6 +138,10 @@ class TileMap:
         """The tiles of A or B of one linear. KeyError for a layer or linear the model lacks."""
         return self._sides[layer, linear, side]
 
+    def vector(self, layer: int, linear: str, name: VectorName) -> VectorRange:
+        """The tiles of one vector of one linear. KeyError as in `side`."""
+        return self._vectors[layer, linear, name]
+
     def column(self, layer: int, linear: str) -> int:
         """The index of one linear in ranks and scales. KeyError as in `side`."""
         return self._columns[layer, linear]
@@ -122,3 +156,11 @@ class TileMap:
                 start = chunk * where.chunk_features
                 stop = min(start + where.chunk_features, where.features)
                 yield Tile(first + chunk, rank_start, rank_stop, start, stop)
+
+    def tiles_of_vector(self, layer: int, linear: str, name: VectorName) -> Iterator[Tile]:
+        """The tiles of a vector, by ascending index; each is one row."""
+        where = self.vector(layer, linear, name)
+        for chunk in range(where.chunks):
+            start = chunk * where.chunk_features
+            stop = min(start + where.chunk_features, where.features)
+            yield Tile(where.first + chunk, 0, 1, start, stop)

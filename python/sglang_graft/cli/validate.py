@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_graft.adapters import Adapter, AdapterError, ModelSpec, TileMap, pack, read_adapter
+from sglang_graft.adapters import Adapter, AdapterError, ModelSpec, TileMap, measure, read_adapter
 from sglang_graft.adapters.config import CONFIG_NAME
 from sglang_graft.adapters.files import read_json_object
+from sglang_graft.cli.base_weights import folder_weights
 from sglang_graft.pool import PageLayout, default_page_tokens
 
 _DTYPES = {
@@ -82,8 +83,8 @@ def validate(path: Path, options: Options) -> Verdict:
     try:
         folder = options.model or _named_model(path)
         base, tiles = _base(folder, options)
-        adapter = read_adapter(path, tiles.spec)
-        image = pack(adapter, tiles)
+        adapter = read_adapter(path, tiles.spec, folder_weights(folder, tiles.spec))
+        nbytes, pages = measure(adapter, tiles)
     except AdapterError as error:
         refused = Refusal(file=str(error.file), item=error.item, reason=error.reason)
         return Verdict(path=str(path), refused=refused)
@@ -93,8 +94,8 @@ def validate(path: Path, options: Options) -> Verdict:
         identity=adapter.identity,
         modules=len(adapter.deltas),
         linears=_linears(adapter, tiles.spec),
-        nbytes=image.nbytes,
-        pages=image.pages.shape[0],
+        nbytes=nbytes,
+        pages=pages,
         warnings=list(adapter.warnings),
     )
 

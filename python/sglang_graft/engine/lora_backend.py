@@ -12,9 +12,9 @@ import torch
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from sglang.srt.lora.backend.lora_registry import register_lora_backend
 
-from graft_kernels.sgmv import Side, Slice
+from graft_kernels.sgmv import Side, Slice, Vector
 from sglang_graft.adapters import PointerTable, TileMap
-from sglang_graft.adapters.tiles import SideName
+from sglang_graft.adapters.tiles import SideName, VectorName
 from sglang_graft.engine.flags import BACKEND
 from sglang_graft.engine.graphs import is_recording_adapters
 from sglang_graft.engine.lora_batches import Batches, DeviceBatches, HostBatches
@@ -44,7 +44,11 @@ class WeightRef:
             side_a = _side(tile_map, self.layer, linear.name, "A")
             side_b = _side(tile_map, self.layer, linear.name, "B")
             column = tile_map.column(self.layer, linear.name)
-            found.append(Slice(a=side_a, b=side_b, column=column, out_offset=offset))
+            mul = _vector(tile_map, self.layer, linear.name, "mul")
+            add = _vector(tile_map, self.layer, linear.name, "add")
+            found.append(
+                Slice(a=side_a, b=side_b, column=column, out_offset=offset, mul=mul, add=add)
+            )
             offset += linear.out_features
         self.slices = tuple(found)
 
@@ -54,6 +58,16 @@ def _side(tile_map: TileMap, layer: int, linear: str, side: SideName) -> Side:
     return Side(
         first=tiles.first,
         rank_tiles=tiles.rank_tiles,
+        chunks=tiles.chunks,
+        chunk_features=tiles.chunk_features,
+        features=tiles.features,
+    )
+
+
+def _vector(tile_map: TileMap, layer: int, linear: str, name: VectorName) -> Vector:
+    tiles = tile_map.vector(layer, linear, name)
+    return Vector(
+        first=tiles.first,
         chunks=tiles.chunks,
         chunk_features=tiles.chunk_features,
         features=tiles.features,

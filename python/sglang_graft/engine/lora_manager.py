@@ -17,6 +17,7 @@ from sglang.srt.lora.utils import LoRAType
 
 from graft_kernels.sgmv import Slice
 from sglang_graft.adapters import Adapter, ModelSpec, PointerTable, TileMap, read_adapter
+from sglang_graft.engine.base_weights import base_weight_reader
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.lora_backend import GraftLoRABackend, WeightRef
 from sglang_graft.engine.model_spec import model_spec
@@ -76,6 +77,7 @@ class GraftLoRAManager(LoRAManager):
             self.base_model, target_modules, self.dtype, self.base_hf_config.vocab_size
         )
         self.target_modules = set(self.spec.groups())
+        self.base_weight = base_weight_reader(self.base_model, self.spec)
         self.init_lora_modules()
         self.memory_pool = WeightRefs(
             self.spec, self.max_loras_per_batch, max_lora_rank, self.device
@@ -159,7 +161,7 @@ class GraftLoRAManager(LoRAManager):
                 f"adapter {ref.lora_name}: pinned adapters are not supported by Graft yet; load it"
                 ' with "pinned": false'
             )
-        adapter = read_adapter(Path(ref.lora_path), self.spec)
+        adapter = read_adapter(Path(ref.lora_path), self.spec, self.base_weight)
         for warning in adapter.warnings:
             logger.warning("Adapter %s: %s", ref.lora_name, warning)
         return adapter

@@ -46,6 +46,61 @@ plain("C28", "`exclude_modules`", exclude_modules=["layers.0.self_attn.v_proj"])
 plain("C31", "Part of a fused group (up without gate)", r=5, target_modules=["up_proj"])
 
 
+PATTERNS: dict[str, Any] = {
+    "target_modules": "all-linear",
+    "use_rslora": True,
+    "rank_pattern": {"up_proj": 3},
+    "alpha_pattern": {"layers.1.*": 20},
+}
+
+
+@case(
+    "dora",
+    "DoRA (`use_dora`), also on linears with a bias",
+    each={
+        "plain": {},
+        "odd": {"r": 5, "lora_alpha": 13, "target_modules": ["k_proj", "down_proj"]},
+        "patterns": PATTERNS,
+        "base-bias": {"attention_bias": True, "target_modules": ["q_proj", "k_proj", "o_proj"]},
+    },
+)
+def dora(folder: Path, lora: dict[str, Any]) -> Any:
+    return hp.save_adapter(folder, use_dora=True, **lora)
+
+
+@case(
+    "dora-names",
+    "Every spelling of DoRA's magnitudes",
+    each={"weight": ("", ".weight"), "adapter": (".a", ".a"), "both": (".a", ".a.weight")},
+)
+def dora_names(folder: Path, spelling: tuple[str, str]) -> Any:
+    segment, magnitude = spelling
+    model = hp.save_adapter(folder, use_dora=True)
+    hp.edit_tensors(
+        folder,
+        lambda tensors: {
+            name.replace(".weight", segment + ".weight").replace(
+                "_vector", "_vector" + magnitude
+            ): t
+            for name, t in tensors.items()
+        },
+    )
+    return model
+
+
+@case(
+    "lora-bias",
+    "`lora_bias`, on linears with a bias of their own or without",
+    each={
+        "plain": {"r": 3, "lora_alpha": 7},
+        "patterns": PATTERNS,
+        "base-bias": {"attention_bias": True, "target_modules": ["q_proj", "v_proj", "o_proj"]},
+    },
+)
+def lora_bias(folder: Path, lora: dict[str, Any]) -> Any:
+    return hp.save_adapter(folder, lora_bias=True, **lora)
+
+
 @case(
     "C04",
     "Pattern keys that match nothing (no effect, as in PEFT)",
@@ -129,6 +184,52 @@ def no_prefix(folder: Path) -> Any:
 
 
 @case(
+    "C19",
+    "Tensor names under the path that a wrapper of the same model gives its layers",
+    each={
+        "language-model": "base_model.model.model.language_model.",
+        "language-model-first": "base_model.model.language_model.model.",
+        "twice": "base_model.model.model.model.",
+        "bare-stack": "base_model.model.",
+        "nothing": "",
+        "ddp": "base_model.model.module.model.",
+        "compiled": "_orig_mod.base_model.model.model.",
+    },
+)
+def other_prefix(folder: Path, prefix: str) -> Any:
+    model = hp.save_adapter(folder, alpha_pattern={"layers.1.self_attn.v_proj": 5})
+    hp.edit_tensors(
+        folder,
+        lambda tensors: {
+            prefix + name.removeprefix(f"{PREFIX}model."): tensor
+            for name, tensor in tensors.items()
+        },
+    )
+    return model
+
+
+@case("C08", "Copies of base weights (`base_layer`) that equal the base model's own")
+def equal_copies(folder: Path) -> Any:
+    model = hp.save_adapter(folder, attention_bias=True)
+    base = model.base_model.model
+    copies = {
+        "lm_head.base_layer.weight": base.lm_head.weight,
+        "model.embed_tokens.base_layer.weight": base.model.embed_tokens.weight,
+        "model.layers.1.self_attn.q_proj.base_layer.weight": base.model.layers[
+            1
+        ].self_attn.q_proj.base_layer.weight,
+        "model.layers.0.self_attn.k_proj.base_layer.bias": base.model.layers[
+            0
+        ].self_attn.k_proj.bias,
+    }
+    hp.edit_tensors(
+        folder,
+        lambda tensors: tensors | {PREFIX + n: t.detach().clone() for n, t in copies.items()},
+    )
+    return model
+
+
+@case(
     "C22",
     "Tensor names with the adapter's name in them",
     each={
@@ -144,38 +245,56 @@ def adapter_segment(folder: Path, spelling: tuple[str, str]) -> Any:
     return model
 
 
-def share_a(model: Any, names: tuple[str, ...]) -> dict[str, list[torch.Tensor]]:
-    """Give the linears of each layer one A, as a fused tensor has; [A, B, B, ...] by layer."""
-    layers = hp.lora_layers(model)
-    found = {}
-    with torch.no_grad():
-        for layer in range(2):
-            parts = [layers[layer, name] for name in names]
-            first = parts[0].lora_A["default"].weight
-            for part in parts[1:]:
-                part.lora_A["default"].weight.copy_(first)
-            heights = [part.lora_B["default"].weight for part in parts]
-            found[str(layer)] = [first.detach(), *(b.detach() for b in heights)]
-    return found
+def fuse(model: Any, folder: Path, module: str, names: tuple[str, ...]) -> None:
+    """Give the linears of each layer one A, and write them as the fused `module`."""
+    layers, tensors = hp.lora_layers(model), {}
+    for layer in range(2):
+        parts = [layers[layer, name] for name in names]
+        first = parts[0].lora_A["default"].weight.detach()
+        for part in parts[1:]:
+            part.lora_A["default"].weight.data.copy_(first)
+        stacked: dict[str, list[torch.Tensor]] = {}
+        for part in parts:
+            for name, tensor in part.lora_B["default"].named_parameters():
+                stacked.setdefault(f"lora_B.{name}", []).append(tensor.detach())
+            if "default" in part.lora_magnitude_vector:
+                magnitude = part.lora_magnitude_vector["default"].weight.detach()
+                stacked.setdefault("lora_magnitude_vector", []).append(magnitude)
+        path = f"{PREFIX}model.layers.{layer}.{module}"
+        tensors[f"{path}.lora_A.weight"] = first.clone()
+        tensors |= {f"{path}.{name}": torch.cat(values) for name, values in stacked.items()}
+    save_file(tensors, folder / hp.WEIGHTS)
+    hp.edit_config(folder, target_modules=[module.split(".")[1]])
+
+
+QKV = ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj"))
+GATE_UP = ("mlp.gate_up_proj", ("gate_proj", "up_proj"))
 
 
 @case(
     "C29",
     "Fused `qkv_proj` and `gate_up_proj` tensors (one A, stacked B)",
-    each={
-        "qkv": ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
-        "gate_up": ("mlp.gate_up_proj", ("gate_proj", "up_proj")),
-    },
+    each={"qkv": QKV, "gate_up": GATE_UP},
 )
 def fused(folder: Path, group: tuple[str, tuple[str, ...]]) -> Any:
-    module, names = group
-    model = hp.save_adapter(folder, target_modules=list(names))
-    tensors = {}
-    for layer, (a, *b) in share_a(model, names).items():
-        tensors[hp.key(int(layer), module, "A")] = a.clone()
-        tensors[hp.key(int(layer), module, "B")] = torch.cat(b)
-    save_file(tensors, folder / hp.WEIGHTS)
-    hp.edit_config(folder, target_modules=[module.split(".")[1]])
+    model = hp.save_adapter(folder, target_modules=list(group[1]))
+    fuse(model, folder, *group)
+    return model
+
+
+@case(
+    "C29",
+    "Fused tensors with DoRA or `lora_bias`",
+    each={
+        "dora-qkv": (QKV, {"use_dora": True, "attention_bias": True}),
+        "dora-gate_up": (GATE_UP, {"use_dora": True}),
+        "bias-qkv": (QKV, {"lora_bias": True}),
+    },
+)
+def fused_vectors(folder: Path, variant: tuple[tuple[str, tuple[str, ...]], dict[str, Any]]) -> Any:
+    group, lora = variant
+    model = hp.save_adapter(folder, target_modules=list(group[1]), **lora)
+    fuse(model, folder, *group)
     return model
 
 
@@ -195,6 +314,29 @@ def stored_dtype(folder: Path, stored: torch.dtype) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(stored).to(torch.bfloat16))
+    return model
+
+
+@case(
+    "C32",
+    "DoRA and `lora_bias` files of each dtype",
+    each={
+        f"{kind}-{name}": ({flag: True}, dtype)
+        for kind, flag in (("dora", "use_dora"), ("bias", "lora_bias"))
+        for name, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16))
+    },
+    spec=half_spec,
+)
+def stored_vectors(folder: Path, variant: tuple[dict[str, Any], torch.dtype]) -> Any:
+    lora, dtype = variant
+    model = hp.save_adapter(folder, **lora)
+    hp.edit_tensors(folder, lambda tensors: {n: t.to(dtype) for n, t in tensors.items()})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            stored = parameter.to(dtype)
+            # Magnitudes and biases are not cast to the model's dtype, in PEFT neither.
+            kept = "magnitude" in name or name.endswith(".bias")
+            parameter.copy_(stored if kept else stored.to(torch.bfloat16))
     return model
 
 

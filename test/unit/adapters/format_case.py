@@ -9,7 +9,8 @@ import helpers_peft as hp
 
 from sglang_graft.adapters import ModelSpec
 
-# Writes an adapter folder; for an applied case it returns the PEFT model that it has to equal.
+# Writes an adapter folder. For an applied case it returns the PEFT model that it has to equal; for
+# a refused one the model whose base weights are at hand, or None.
 Make = Callable[[Path], Any]
 
 

@@ -70,28 +70,77 @@ for kind in ("IA3", "LOHA", "PROMPT_TUNING"):
     by_key(kind.lower(), f"`peft_type: {kind}`", "peft_type", kind, f"wanted 'LORA', got '{kind}'")
 
 
-@case("dora", "DoRA (`use_dora`)", refused="use_dora: wanted it off, got True: DoRA also scales")
-def dora(folder: Path) -> None:
-    hp.save_adapter(folder, use_dora=True)
+def without(folder: Path, part: str) -> None:
+    """Take one tensor out whose name has `part` in it."""
+
+    def drop(tensors: hp.Tensors) -> None:
+        del tensors[next(name for name in sorted(tensors) if part in name)]
+
+    hp.edit_tensors(folder, drop)
 
 
 @case(
-    "dora", "DoRA (`use_dora`)", refused="lora_magnitude_vector: DoRA magnitudes", variant="tensors"
+    "dora-parts",
+    "DoRA with a magnitude missing, or magnitudes without `use_dora`",
+    each={"missing": False, "flag": True},
+    refused="lora_magnitude_vector",
 )
-def dora_tensors(folder: Path) -> None:
+def dora_parts(folder: Path, flag: bool) -> None:
     hp.save_adapter(folder, use_dora=True)
-    hp.edit_config(folder, use_dora=False)
+    if flag:
+        hp.edit_config(folder, use_dora=False)
+    else:
+        without(folder, "layers.1.self_attn.v_proj.lora_magnitude_vector")
 
 
-@case("lora-bias", "`lora_bias`", refused="lora_bias: wanted it off, got True: biases of LoRA")
-def lora_bias(folder: Path) -> None:
-    by_tensors(folder, f"{LAYER}.self_attn.q_proj.lora_B.bias")
+@case("dora-zero", "DoRA on a row of weights that is zero", refused="divides by a row")
+def dora_zero(folder: Path) -> Any:
+    model = hp.save_adapter(folder, use_dora=True)
+    layer = hp.lora_layers(model)[0, "q_proj"]
+    layer.base_layer.weight.data[3] = 0
+
+    def clear(tensors: hp.Tensors) -> None:
+        tensors[hp.key(0, "self_attn.q_proj", "B")][3] = 0
+
+    hp.edit_tensors(folder, clear)
+    return model
+
+
+@case("dora-bias", "DoRA together with `lora_bias`", refused="lora_bias: wanted it off beside")
+def dora_with_bias(folder: Path) -> None:
+    hp.save_adapter(folder, use_dora=True)
     hp.edit_config(folder, lora_bias=True)
 
 
-@case("lora-bias", "`lora_bias`", refused="lora_B.bias: bias tensors", variant="tensors")
-def lora_bias_tensors(folder: Path) -> None:
-    by_tensors(folder, f"{LAYER}.self_attn.q_proj.lora_B.bias")
+@case(
+    "lora-bias-parts",
+    "`lora_bias` with a bias missing, or biases without it",
+    each={"missing": False, "flag": True},
+    refused="lora_B.bias",
+)
+def lora_bias_parts(folder: Path, flag: bool) -> None:
+    hp.save_adapter(folder)
+    biases = {
+        hp.key(layer, f"self_attn.{name}", "B").replace("weight", "bias"): torch.ones(size)
+        for layer in range(2)
+        for name, size in (("q_proj", 64), ("v_proj", 32))
+    }
+    hp.edit_tensors(folder, lambda tensors: tensors | biases)
+    if not flag:
+        hp.edit_config(folder, lora_bias=True)
+        without(folder, "layers.1.self_attn.v_proj.lora_B.bias")
+
+
+@case(
+    "vector-shape",
+    "Magnitudes or biases of a wrong shape",
+    each={"dora": torch.ones(64, 1), "short": torch.ones(63)},
+    refused="q_proj.lora_magnitude_vector: wanted shape [64] for this base model, got [6",
+)
+def vector_shape(folder: Path, wrong: torch.Tensor) -> None:
+    hp.save_adapter(folder, use_dora=True)
+    name = f"{LAYER}.self_attn.q_proj.lora_magnitude_vector"
+    hp.edit_tensors(folder, lambda tensors: tensors | {name: wrong})
 
 
 @case("embedding", "LoRA on `embed_tokens`", refused="lora_embedding_A: LoRA on embeddings")
@@ -132,9 +181,53 @@ def full_copy(folder: Path, name: str) -> None:
     by_tensors(folder, f"base_model.model.{name}")
 
 
-@case("C08", "`base_layer` weights in the file", refused="base_layer.weight: LoRA on or a copy of")
-def base_layer(folder: Path) -> None:
-    by_tensors(folder, "base_model.model.lm_head.base_layer.weight")
+def copied(folder: Path, name: str, value: torch.Tensor) -> Any:
+    model = hp.save_adapter(folder)
+    hp.edit_tensors(folder, lambda tensors: tensors | {f"base_model.model.{name}": value})
+    return model
+
+
+@case(
+    "C08",
+    "Copies of base weights (`base_layer`) that differ from the base model, or cannot be compared",
+    each={
+        "head": ("lm_head.base_layer.weight", torch.ones(64, 64)),
+        "linear": ("model.layers.0.self_attn.q_proj.base_layer.weight", torch.ones(64, 64)),
+    },
+    refused="base_layer.weight: differs from the base model",
+)
+def other_copies(folder: Path, copy: tuple[str, torch.Tensor]) -> Any:
+    return copied(folder, *copy)
+
+
+@case(
+    "C08",
+    "Copies of base weights (`base_layer`) that differ from the base model, or cannot be compared",
+    variant="shape",
+    refused="base_layer.weight: wanted a copy of the base model's [64, 64], got [65, 64]",
+)
+def copy_of_another_size(folder: Path) -> Any:
+    return copied(folder, "lm_head.base_layer.weight", torch.ones(65, 64))
+
+
+@case(
+    "C08",
+    "Copies of base weights (`base_layer`) that differ from the base model, or cannot be compared",
+    variant="bias",
+    refused="base_layer.bias: the base model has no bias there",
+)
+def copy_of_no_bias(folder: Path) -> Any:
+    return copied(folder, "model.layers.0.self_attn.q_proj.base_layer.bias", torch.ones(64))
+
+
+@case(
+    "C08",
+    "Copies of base weights (`base_layer`) that differ from the base model, or cannot be compared",
+    variant="alone",
+    refused="base_layer.weight: needs the weights of the base model to be checked",
+)
+def copy_without_base(folder: Path) -> None:
+    copied(folder, "lm_head.base_layer.weight", torch.ones(64, 64))
 
 
 HEAD = "LoRA on or a copy of lm_head is not supported"
@@ -160,15 +253,49 @@ def new_tokens(folder: Path) -> None:
     (folder / "added_tokens.json").write_text(json.dumps({"<old>": 3, "<new>": 64}))
 
 
-@case("C19", "Modules under another path than the model's", refused="wanted model.layers.<layer>")
-def other_path(folder: Path) -> None:
-    hp.save_adapter(folder)
-    hp.edit_tensors(
+def moved(folder: Path, change: Callable[[str], str], **lora: Any) -> None:
+    hp.save_adapter(folder, **lora)
+    hp.edit_tensors(folder, lambda tensors: {change(n): t for n, t in tensors.items()})
+
+
+@case(
+    "C19",
+    "Layers of another part of the model, or of none",
+    each={
+        "tower": "model.vision_tower.encoder.layers",
+        "draft": "draft_model.layers",
+        "nested": "model.layers.0.layers",
+        "blocks": "model.blocks",
+    },
+    refused="lora_A.weight: wanted model.layers.<layer>",
+)
+def other_path(folder: Path, path: str) -> None:
+    moved(
+        folder, lambda name: name.replace("model.layers", path, 1).replace("model.model", "model")
+    )
+
+
+@case(
+    "C19",
+    "Two paths to the layers in one file",
+    variant="two",
+    refused="has another path to its layers than",
+)
+def two_paths(folder: Path) -> None:
+    moved(folder, lambda name: name.replace("layers.1", "language_model.layers.1"))
+
+
+@case(
+    "C19",
+    "A pattern that holds under one spelling of the path only",
+    variant="pattern",
+    refused="rename the tensors",
+)
+def pattern_of_one_path(folder: Path) -> None:
+    moved(
         folder,
-        lambda tensors: {
-            name.replace("model.layers", "model.language_model.layers"): tensor
-            for name, tensor in tensors.items()
-        },
+        lambda name: name.replace("model.layers", "model.language_model.layers"),
+        alpha_pattern={"^model.layers.1.self_attn.q_proj": 3},
     )
 
 
@@ -235,6 +362,34 @@ def not_finite(folder: Path, number: float) -> None:
 
     hp.save_adapter(folder)
     hp.edit_tensors(folder, spoil)
+
+
+@case(
+    "C35",
+    "NaN or infinite numbers",
+    each={"magnitude": "use_dora", "bias": "lora_bias"},
+    refused="holds NaN or infinite numbers",
+)
+def vector_not_finite(folder: Path, flag: str) -> None:
+    name = "lora_magnitude_vector" if flag == "use_dora" else "lora_B.bias"
+
+    def spoil(tensors: hp.Tensors) -> None:
+        tensors[f"{LAYER}.self_attn.q_proj.{name}"][3] = float("nan")
+
+    hp.save_adapter(folder, attention_bias=True, **{flag: True})
+    hp.edit_tensors(folder, spoil)
+
+
+@case(
+    "C26",
+    "Tensors of a Conv1D model (GPT-2)",
+    variant="tensors",
+    refused="transformer.h.0.attn.c_attn.lora_A.weight: wanted model.layers.<layer>",
+)
+def gpt2(folder: Path) -> None:
+    by_tensors(
+        folder, *(f"base_model.model.transformer.h.0.attn.c_attn.lora_{s}.weight" for s in "AB")
+    )
 
 
 @case("C46", "Tensors that fit no module", refused="unknown.lora_A.weight: wanted model.layers.")

@@ -9,23 +9,11 @@ from typing import Any
 import helpers_peft as hp
 import peft
 import torch
+from fuzz_model import BASE, MODULES, PATHS, SIZE_OF
 from hypothesis import strategies as st
+from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 
-from sglang_graft.adapters import ModelSpec
-
-LAYERS = 2
-SIZES = {
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 32,
-}
-SPEC = ModelSpec.llama_like(SIZES, torch.float32)
-MODULES = [f"{linear.parent}.{linear.name}" for linear in SPEC.linears]
-PATHS = [f"model.layers.{layer}.{module}" for layer in range(LAYERS) for module in MODULES]
 PREFIX = "base_model.model."
 BIN = "adapter_model.bin"
 
@@ -45,6 +33,8 @@ CONFIG = st.fixed_dictionaries(
     {"peft_type": st.just("LORA"), "r": RANKS, "lora_alpha": ALPHAS},
     optional={
         "use_rslora": st.booleans(),
+        "use_dora": st.booleans(),
+        "lora_bias": st.booleans(),
         "rank_pattern": st.dictionaries(KEYS, RANKS, max_size=3),
         "alpha_pattern": st.dictionaries(KEYS, ALPHAS, max_size=3),
         "target_modules": TARGETS,
@@ -54,6 +44,10 @@ CONFIG = st.fixed_dictionaries(
         "init_lora_weights": st.sampled_from([True, False, "gaussian", "orthogonal"]),
         "base_model_name_or_path": st.none() | st.text(max_size=4),
     },
+).map(lambda config: _consistent(config))
+# How a wrapper of the same model spells `model.`, the first word of every path.
+WRAPPERS = st.sampled_from(
+    ["model.", "model.", "", "model.language_model.", "language_model.model."]
 )
 # Text that looks like a pattern, a name or nothing at all.
 TEXT = KEYS | st.text("qkv_proj.*+?()[]|\\^${}1,", max_size=12) | st.text(max_size=6)
@@ -65,28 +59,22 @@ JSON = st.recursive(
 KNOWN_KEYS = sorted(peft.LoraConfig(task_type="CAUSAL_LM").to_dict())
 
 
-def skeleton() -> torch.nn.Module:
-    """The linears of SPEC under their names, and nothing else of a model."""
-    root = torch.nn.Module()
-    root.model = torch.nn.Module()
-    root.model.layers = torch.nn.ModuleList()
-    for _ in range(LAYERS):
-        layer = torch.nn.Module()
-        for linear in SPEC.linears:
-            if not hasattr(layer, linear.parent):
-                setattr(layer, linear.parent, torch.nn.Module())
-            module = torch.nn.Linear(linear.in_features, linear.out_features, bias=False)
-            setattr(getattr(layer, linear.parent), linear.name, module)
-        root.model.layers.append(layer)
-    return root
+def _consistent(config: dict[str, Any]) -> dict[str, Any]:
+    """Without what PEFT's own LoraConfig does not accept together."""
+    if config.get("use_dora"):
+        config.pop("lora_bias", None)
+    if config.get("lora_bias"):
+        config["init_lora_weights"] = True
+    return config
 
 
-def peft_model(config: dict[str, Any], paths: list[str]) -> peft.PeftModel:
-    """PEFT with LoRA on exactly `paths`; ranks and scales as it resolves them from `config`."""
-    numbers = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-    chosen = {key: config[key] for key in numbers if config.get(key) is not None}
-    targets = "|".join(path.replace(".", r"\.") for path in paths)
-    return peft.PeftModel(skeleton(), peft.LoraConfig(target_modules=targets, **chosen))
+def resolved(config: dict[str, Any], path: str) -> tuple[Any, Any]:
+    """Rank and alpha of one module, by PEFT's own matching of the patterns."""
+    values = []
+    for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        table = config.get(pattern) or {}
+        values.append(table.get(get_pattern_key(table.keys(), path), config[key]))
+    return values[0], values[1]
 
 
 @st.composite
@@ -94,19 +82,40 @@ def right_folders(draw: st.DrawFn, folder: Path) -> list[str]:
     """Write a right adapter to `folder`; the paths of its modules."""
     config = draw(CONFIG)
     paths = draw(st.lists(st.sampled_from(PATHS), min_size=1, max_size=6, unique=True))
-    torch.manual_seed(draw(st.integers(0, 2**31)))
+    # Not torch.manual_seed: for CUDA that keeps a stack trace of each call.
+    source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
     prefix, segment = (
         draw(st.sampled_from([PREFIX, ""])),
         draw(st.sampled_from(["", ".a", ".lora"])),
     )
+    wrapper = draw(WRAPPERS)
+    spelt = {path: wrapper + path.removeprefix("model.") for path in paths}
+    if any(resolved(config, path) != resolved(config, other) for path, other in spelt.items()):
+        spelt = {path: path for path in paths}
     tensors = {}
-    for name, tensor in peft.get_peft_model_state_dict(peft_model(config, paths)).items():
-        spelt = prefix + name.removeprefix(PREFIX).removesuffix(".weight") + segment + ".weight"
-        tensors[spelt] = torch.randn(tensor.shape).to(dtype)
+    for path, name in spelt.items():
+        for part, shape in parts_of(config, path, segment).items():
+            numbers = torch.randn(shape, generator=source)
+            tensors[f"{prefix}{name}.{part}"] = numbers.to(dtype)
     (folder / hp.CONFIG).write_text(json.dumps(config))
     write_tensors(folder, tensors, as_bin=draw(st.booleans()))
     return paths
+
+
+def parts_of(config: dict[str, Any], path: str, segment: str) -> dict[str, tuple[int, ...]]:
+    """The end of each tensor name of one module, and its shape."""
+    rank, _ = resolved(config, path)
+    out_features, in_features = SIZE_OF[path]
+    parts: dict[str, tuple[int, ...]] = {
+        f"lora_A{segment}.weight": (rank, in_features),
+        f"lora_B{segment}.weight": (out_features, rank),
+    }
+    if config.get("use_dora"):
+        parts["lora_magnitude_vector" + (segment and segment + ".weight")] = (out_features,)
+    if config.get("lora_bias"):
+        parts[f"lora_B{segment}.bias"] = (out_features,)
+    return parts
 
 
 def write_tensors(folder: Path, tensors: hp.Tensors, *, as_bin: bool) -> None:
@@ -189,18 +198,30 @@ def _name(draw: st.DrawFn, folder: Path) -> None:
 
 def _tensor(draw: st.DrawFn, folder: Path) -> None:
     tensors = read_tensors(folder)
-    whole = sorted(n for n, t in tensors.items() if t.dim() == 2 and t.is_floating_point())
+    whole = sorted(n for n, t in tensors.items() if t.dim() > 0 and t.is_floating_point())
     if len(whole) < 2:
         return
     name = draw(st.sampled_from(whole))
     old = tensors.pop(name)
-    shape = draw(st.sampled_from([..., None, 0, slice(-1), (slice(None), slice(-1))]))
+    shape = draw(st.sampled_from([..., None, 0, slice(-1), (..., slice(-1))]))
     if shape is not None:
         new = (old.t() if shape == 0 else old[shape]).contiguous().clone()
         tensors[name] = new.to(draw(st.sampled_from([old.dtype, torch.float64, torch.int8])))
     elif draw(st.booleans()):
         tensors[name] = old.clone().fill_(draw(st.sampled_from(NUMBERS)))
     _rewrite(folder, tensors)
+
+
+def _base_copy(draw: st.DrawFn, folder: Path) -> None:
+    """A base weight or bias beside the adapter, as it is or a little off."""
+    path = draw(st.sampled_from(PATHS))
+    copies = [tensor for tensor in BASE[path] if tensor is not None]
+    tensor = draw(st.sampled_from(copies)).clone()
+    if draw(st.booleans()):
+        tensor.view(-1)[draw(st.integers(0, tensor.numel() - 1))] += 1
+    kind = draw(st.sampled_from(["weight", "bias"])) if tensor.dim() == 1 else "weight"
+    name = f"{draw(st.sampled_from([PREFIX, '']))}{path}.base_layer.{kind}"
+    _rewrite(folder, read_tensors(folder) | {name: tensor})
 
 
 def _rewrite(folder: Path, tensors: hp.Tensors) -> None:
@@ -215,7 +236,7 @@ WORDS = st.text(max_size=3) | st.sampled_from(
     (
         *("base_model", "model", "layers", "0", "1", "2", "01", "self_attn", "mlp", "experts"),
         *("q_proj", "v_proj", "up_proj", "qkv_proj", "lm_head", "lora_A", "lora_B", "default"),
-        *("weight", "bias", "lora_magnitude_vector", "base_layer", ""),
+        *("weight", "bias", "lora_magnitude_vector", "base_layer", "language_model", ""),
     )
 )
-_CHANGES = [_config_value, _name, _tensor, _pattern]
+_CHANGES = [_config_value, _name, _name, _tensor, _pattern, _base_copy]

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import helpers_adapters as ha
@@ -14,6 +15,7 @@ from sglang_graft.adapters import (
     ModelSpec,
     PointerTable,
     TileMap,
+    measure,
     pack,
 )
 from sglang_graft.adapters.image import place
@@ -40,6 +42,10 @@ def assert_round_trip(adapter: Adapter, tiles: TileMap) -> None:
         assert torch.equal(ha.read_matrix(table, flat, 2, layer, name, "A"), delta.a)
         assert torch.equal(ha.read_matrix(table, flat, 2, layer, name, "B"), delta.b.t())
         assert table.host_scales[2, tiles.column(layer, name)] == np.float32(delta.scale)
+        for kind, wanted in (("mul", delta.mul), ("add", delta.add)):
+            found = ha.read_vector(table, flat, 2, layer, name, kind)
+            assert (found is None) == (wanted is None)
+            assert found is None or torch.equal(found, wanted)
 
 
 RANKS = st.dictionaries(
@@ -53,10 +59,41 @@ RANKS = st.dictionaries(
     page_bytes=st.sampled_from([512, 640, 1024, 1408, 4096, 1 << 16]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
     rank_tile=st.sampled_from([4, 16]),
+    vectors=st.sampled_from(["", "mul", "add", "mul add"]),
 )
-def test_round_trip(ranks, page_bytes: int, dtype: torch.dtype, rank_tile: int) -> None:
+def test_round_trip(
+    ranks, page_bytes: int, dtype: torch.dtype, rank_tile: int, vectors: str
+) -> None:
     tiles = TileMap(spec(dtype), page_bytes, rank_tile=rank_tile, max_rank=64)
-    assert_round_trip(ha.random_adapter(spec(dtype), ranks), tiles)
+    assert_round_trip(ha.random_adapter(spec(dtype), ranks, vectors=vectors), tiles)
+
+
+def test_vectors_are_split_only_when_they_outgrow_a_page() -> None:
+    linear = LinearSpec("up", "mlp", "up", 8, 300)
+    tiles = TileMap(ModelSpec(1, (linear,), torch.float16), 1024, rank_tile=1)
+    assert tiles.vector(0, "up", "add").chunks == 2
+    assert tiles.vector(0, "up", "add").chunk_features == 256
+    adapter = ha.random_adapter(tiles.spec, {(0, "up"): 3}, vectors="mul add")
+    assert_round_trip(adapter, tiles)
+    assert pack(adapter, tiles).nbytes == 3 * (8 + 300) * 2 + 2 * 300 * 4
+
+
+def test_measure_is_what_packing_comes_to() -> None:
+    tiles = TileMap(spec(), 1024)
+    adapter = ha.random_adapter(spec(), {(0, "up"): 7, (1, "down"): 20}, vectors="mul add")
+    image = pack(adapter, tiles)
+    assert measure(adapter, tiles) == (image.nbytes, image.pages.shape[0])
+
+
+def test_what_is_not_complete_is_measured_but_not_packed() -> None:
+    tiles = TileMap(spec(), 1024)
+    adapter = ha.random_adapter(spec(), {(0, "up"): 7}, vectors="mul")
+    (delta,) = adapter.deltas.values()
+    bare = replace(delta, magnitude=torch.ones(100), mul=None)
+    open_adapter = replace(adapter, deltas={(0, "up"): bare})
+    assert measure(open_adapter, tiles) == measure(adapter, tiles)
+    with pytest.raises(AdapterError, match="layer 0 up: DoRA needs the base model's weights"):
+        pack(open_adapter, tiles)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 5, 8, 12, 15, 16, 17, 31, 32, 33, 64])

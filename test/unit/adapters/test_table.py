@@ -5,12 +5,12 @@ import torch
 from sglang_graft.adapters import AdapterImage, LinearSpec, ModelSpec, PointerTable, TileMap, pack
 
 SPEC = ModelSpec(1, (LinearSpec("up", "mlp", "up", 64, 96),), torch.float16)
-TILES = TileMap(SPEC, 2048, max_rank=32)  # A: tiles 0, 1; B: tiles 2..5, chunks of 64 features
+TILES = TileMap(SPEC, 2048, max_rank=32)  # A: tiles 0, 1; B: tiles 2..5, chunks of 64; mul 6, add 7
 BASE = 1 << 40
 
 
-def image(rank: int, seed: int = 0) -> AdapterImage:
-    return pack(ha.random_adapter(SPEC, {(0, "up"): rank}, seed), TILES)
+def image(rank: int, seed: int = 0, vectors: str = "") -> AdapterImage:
+    return pack(ha.random_adapter(SPEC, {(0, "up"): rank}, seed, vectors), TILES)
 
 
 def test_addresses() -> None:
@@ -18,7 +18,7 @@ def test_addresses() -> None:
     assert (packed.page.tolist(), packed.offset.tolist()) == ([0, 1, 2], [0, 0, 0])
     table = PointerTable(3, TILES, "cpu")
     table.set(1, packed, [7, 3, 9], BASE, 2048)
-    wanted = [BASE + 7 * 2048, 0, BASE + 3 * 2048, BASE + 9 * 2048, 0, 0]
+    wanted = [BASE + 7 * 2048, 0, BASE + 3 * 2048, BASE + 9 * 2048, 0, 0, 0, 0]
     assert table.addresses[1].tolist() == wanted
     assert table.ranks.tolist() == [[0], [16], [0]]
     assert table.scales.tolist() == [[0], [24], [0]]
@@ -37,6 +37,35 @@ def test_a_smaller_adapter_leaves_nothing_of_the_larger_one() -> None:
     assert not table.ranks.any()
     assert not table.scales.any()
     table.check_invariants()
+
+
+@pytest.mark.parametrize(("vectors", "tiles"), [("mul", {6}), ("add", {7}), ("mul add", {6, 7})])
+def test_vectors_come_and_go_with_their_adapter(vectors: str, tiles: set[int]) -> None:
+    table = PointerTable(2, TILES, "cpu")
+    table.set(1, image(2, vectors=vectors), [1], BASE, 2048)
+    table.check_invariants()
+    assert set(table.addresses[1].nonzero().flatten().tolist()) == {0, 2, 3} | tiles
+    table.set(1, image(2), [1], BASE, 2048)
+    table.check_invariants()
+    assert set(table.addresses[1].nonzero().flatten().tolist()) == {0, 2, 3}
+
+
+def test_check_invariants_sees_vectors_out_of_place() -> None:
+    narrow = TileMap(ModelSpec(1, (LinearSpec("up", "mlp", "up", 8, 300),), torch.float16), 1024)
+    table = PointerTable(2, narrow, "cpu")
+    adapter = ha.random_adapter(narrow.spec, {(0, "up"): 1}, vectors="add")
+    pages = list(range(1, pack(adapter, narrow).pages.shape[0] + 1))
+    first = narrow.vector(0, "up", "add").first
+    for broken in (first, first + 1):
+        table.set(1, pack(adapter, narrow), pages, BASE, 1024)
+        table.check_invariants()
+        table.host_addresses[1, broken] = 0
+        with pytest.raises(AssertionError, match="slot 1: tiles do not fit its ranks"):
+            table.check_invariants()
+    table.clear(1)
+    table.host_addresses[1, first : first + 2] = BASE  # a vector where the rank is 0
+    with pytest.raises(AssertionError, match="slot 1: tiles do not fit its ranks"):
+        table.check_invariants()
 
 
 def test_on_the_cpu_both_tables_are_one() -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sglang_graft.adapters import LinearSpec, ModelSpec, TileMap, TileRange
+from sglang_graft.adapters import LinearSpec, ModelSpec, TileMap, TileRange, VectorRange
 
 SPEC = ModelSpec(
     2,
@@ -14,8 +14,12 @@ def test_numbers_follow_layers_linears_and_sides() -> None:
     tiles = TileMap(SPEC, 4096, max_rank=40)  # 16 x 100 x 2 bytes fit: no split
     assert tiles.side(0, "up", "A") == TileRange(0, 3, 1, 64, 64)
     assert tiles.side(0, "up", "B") == TileRange(3, 3, 1, 100, 100)
-    assert tiles.side(1, "down", "B") == TileRange(21, 3, 1, 64, 64)
-    assert (tiles.tiles, tiles.columns) == (24, 4)
+    assert tiles.vector(0, "up", "mul") == VectorRange(6, 1, 100, 100)
+    assert tiles.vector(0, "up", "add") == VectorRange(7, 1, 100, 100)
+    assert tiles.side(0, "down", "A") == TileRange(8, 3, 1, 100, 100)
+    assert tiles.side(1, "down", "B") == TileRange(27, 3, 1, 64, 64)
+    assert tiles.vector(1, "down", "add") == VectorRange(31, 1, 64, 64)
+    assert (tiles.tiles, tiles.columns) == (32, 4)
     assert [tiles.column(*at) for at in ((0, "up"), (0, "down"), (1, "up"), (1, "down"))] == [
         *range(4)
     ]
@@ -27,6 +31,11 @@ def test_features_are_split_only_when_a_tile_outgrows_a_page() -> None:
     assert tiles.side(0, "up", "B") == TileRange(2, 2, 2, 64, 100)
     # The chunk is the largest multiple of 8 that fits: 1408 / 32 = 44 features, so 40.
     assert TileMap(SPEC, 1408).side(0, "up", "B").chunk_features == 40
+    # A vector of 100 features is 400 bytes.
+    assert tiles.vector(0, "up", "mul").chunks == 1
+    assert TileMap(SPEC, 384).vector(0, "up", "mul") == VectorRange(
+        TileMap(SPEC, 384).side(0, "up", "B").first + 16 * 13, 2, 96, 100
+    )
 
 
 def test_tiles_of_a_rank() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import helpers_peft as hp
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -76,18 +77,18 @@ def test_the_dtype_is_the_models_own(model: Path, good: Path) -> None:
 def test_one_refused_among_good_ones(model: Path, good: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad[red]"
     hp.save_adapter(bad)
-    hp.edit_config(bad, use_dora=True)
+    hp.edit_config(bad, bias="all")
     code, verdicts = report(good, bad, tmp_path / "gone", "--model", model)
     assert code == 1
     assert [verdict["refused"] is None for verdict in verdicts] == [True, False, False]
     refused = verdicts[1]["refused"]
-    assert (refused["file"], refused["item"]) == (str(bad / hp.CONFIG), "use_dora")
+    assert (refused["file"], refused["item"]) == (str(bad / hp.CONFIG), "bias")
     assert verdicts[2]["refused"]["reason"] == "is not a folder"
     shown = run(good, bad, "--model", model)
     assert shown.exit_code == 1
     assert "refused" in shown.stdout
     assert "bad[red]" in shown.stdout
-    assert "use_dora: wanted it off" in " ".join(shown.stdout.split())
+    assert "bias: wanted 'none', got 'all'" in " ".join(shown.stdout.split())
     assert "1 applied, 1 refused" in shown.stdout
 
 
@@ -116,6 +117,76 @@ def test_a_rank_above_the_servers_limit(model: Path, good: Path) -> None:
     code, (verdict,) = report(good, "--model", model, "--max-lora-rank", 4)
     assert code == 1
     assert "set --max-lora-rank" in verdict["refused"]["reason"]
+
+
+def save_base(model: Path, adapter: Any, *, shards: bool = False) -> None:
+    """Write the base weights below a PEFT model as a checkpoint, in one file or in two."""
+    tensors = {
+        name.replace(".base_layer", ""): tensor.clone()
+        for name, tensor in adapter.base_model.model.state_dict().items()
+        if "lora_" not in name
+    }
+    if not shards:
+        hp.save_file(tensors, model / "model.safetensors")
+        return
+    names, index = sorted(tensors), {}
+    for number in range(2):
+        mine = {name: tensors[name] for name in names[number::2]}
+        hp.save_file(mine, model / f"part-{number}.safetensors")
+        index |= dict.fromkeys(mine, f"part-{number}.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_dora_with_and_without_base_weights(
+    shards: bool, biased: bool, model: Path, tmp_path: Path
+) -> None:
+    adapter = hp.save_adapter(tmp_path / "dora", use_dora=True, r=8, attention_bias=biased)
+    arguments = (tmp_path / "dora", "--model", model, "--dtype", "float32")
+    code, (alone,) = report(*arguments)
+    assert code == 0
+    assert ["no weights of the base model" in text for text in alone["warnings"]] == [True]
+    save_base(model, adapter, shards=shards)
+    code, (whole,) = report(*arguments)
+    assert code == 0
+    assert whole["warnings"] == []
+    assert whole["identity"] == alone["identity"]
+    plain = 2 * 8 * (64 + 64 + 64 + 32) * 4
+    assert alone["nbytes"] == plain + 2 * (64 + 32) * 4
+    assert whole["nbytes"] == plain + 2 * (64 + 32) * 4 * (2 if biased else 1)
+
+
+def test_C08_copies_are_compared_with_the_folder(model: Path, tmp_path: Path) -> None:
+    adapter = hp.save_adapter(tmp_path / "a")
+    save_base(model, adapter)
+    head = adapter.base_model.model.lm_head.weight.detach()
+    for copy, wanted in ((head.clone(), 0), (head + 1, 1)):
+        name = "base_model.model.lm_head.base_layer.weight"
+        hp.edit_tensors(tmp_path / "a", lambda t, name=name, copy=copy: t | {name: copy})
+        code, (verdict,) = report(tmp_path / "a", "--model", model, "--dtype", "float32")
+        assert code == wanted
+    assert "differs from the base model" in verdict["refused"]["reason"]
+
+
+def test_a_quantized_base_refuses_dora(model: Path, tmp_path: Path) -> None:
+    adapter = hp.save_adapter(tmp_path / "dora", use_dora=True)
+    save_base(model, adapter)
+    tensors = hp.load_file(model / "model.safetensors")
+    hp.save_file(
+        {name: tensor.to(torch.int8) for name, tensor in tensors.items()},
+        model / "model.safetensors",
+    )
+    code, (verdict,) = report(tmp_path / "dora", "--model", model)
+    assert code == 1
+    assert "is held as torch.int8" in verdict["refused"]["reason"]
+
+
+def test_broken_base_weights_are_wrong_use(model: Path, good: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"junk")
+    result = run(good, "--model", model)
+    assert result.exit_code == 2
+    assert "--model:" in result.stderr
 
 
 @pytest.mark.parametrize(
