@@ -29,7 +29,8 @@ class DeviceSgmv:
     A batch of one row a request (decode) and one of many rows (prefill) are cut differently; each
     kind has its plan. Only graphs of up to `decode_tokens` and `prefill_tokens` rows may be
     captured; larger batches get a plan of their own size. `slices`: those of every projection
-    of one layer. ValueError where the kernels cannot read the tiles.
+    of one layer. `overlap`: let launches start while the one before ends, where the device can
+    (programmatic dependent launch). ValueError where the kernels cannot read the tiles.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class DeviceSgmv:
         max_rank: int,
         decode_tokens: int,
         prefill_tokens: int,
+        *,
+        overlap: bool = False,
     ) -> None:
         _check(weights, slices)
         self.weights = weights
@@ -54,7 +57,7 @@ class DeviceSgmv:
         self._retired: list[torch.Tensor] = []
         numbers = (self._numbers(shape, plan.max_tokens) for shape, plan in self._plans.items())
         self._partial = torch.empty(max(numbers), dtype=torch.float32, device=self._device)
-        self._overlap = _can_overlap(self._device)
+        self._overlap = overlap and _can_overlap(self._device)
 
     def describe(
         self, slots: Sequence[int], lengths: Sequence[int], rank_tiles: Numbers, *, decode: bool

@@ -138,6 +138,8 @@ def _expand(
     pieces2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
     total: tl.constexpr = pieces0 + pieces1 + pieces2
     if count == 0:
+        if OVERLAP:
+            gdc_wait()
         return
     each = (total + parts_of_block - 1) // parts_of_block
     piece = part * each
