@@ -33,7 +33,9 @@ class ManagerStore:
     async def load(self, name: str, path: Path) -> str | None:
         """Load `path` under the free name."""
         request = LoadLoRAAdapterReqInput(lora_name=name, lora_path=str(path))
-        return _error(await self.manager.load_lora_adapter(request))
+        error = _error(await self.manager.load_lora_adapter(request))
+        # It goes to clients, who are not told where folders lie.
+        return error and error.replace(f"{path}/", "").replace(str(path), name)
 
     async def unload(self, name: str) -> str | None:
         """Unload, once the requests under way have ended."""
@@ -92,5 +94,5 @@ def _problem(path: Path, spec: ModelSpec, limits: Limits, max_bytes: int) -> str
         check_size(path, max_bytes)
         check_headers(path, spec, limits)
     except AdapterError as error:
-        return f"{error.file.name}: {error.item}: {error.reason}"  # where folders lie is not told
+        return f"{error.file.name}: {error.item}: {error.reason}"
     return None

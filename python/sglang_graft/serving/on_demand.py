@@ -83,11 +83,11 @@ class OnDemand:
         Raises RefusedError for a folder that cannot be used. A name that is no folder is left as
         it is.
         """
+        self.start()
         wanted = sorted({name for name in names if name is not None and self.candidate(name)})
         if not wanted:
             yield
             return
-        self.start()
         for _ in range(_ROUNDS):
             there = [name for name in wanted if await self._ensure(name)]
             async with contextlib.AsyncExitStack() as stack:
@@ -118,7 +118,7 @@ class OnDemand:
         """Watch the roots from now on; the second call does nothing."""
         if self._watcher is None and self.roots:
             self._watcher = asyncio.create_task(self._watch())
-            self._watcher.add_done_callback(_log_end)
+            self._watcher.add_done_callback(self._watch_ended)
 
     async def stop(self) -> None:
         """End the watch and the work under way."""
@@ -157,6 +157,11 @@ class OnDemand:
             await asyncio.sleep(self.seconds)
             await self.look()
             self._settled.set()  # a first look alone settles nothing
+
+    def _watch_ended(self, watcher: "asyncio.Task[None]") -> None:
+        if not watcher.cancelled() and watcher.exception() is not None:
+            logger.error("Adapter folders are no longer watched", exc_info=watcher.exception())
+            self._settled.set()  # what is known by now is listed
 
     async def _ensure(self, name: str) -> bool:
         """Whether `name` is a folder of ours or loaded; it is loaded then. Raises RefusedError."""
@@ -254,8 +259,3 @@ class OnDemand:
     def _was_refused(self, folder: Folder) -> bool:
         refused = self._refused.get(folder.name)
         return refused is not None and refused[0] == folder
-
-
-def _log_end(watcher: "asyncio.Task[None]") -> None:
-    if not watcher.cancelled() and watcher.exception() is not None:
-        logger.error("Adapter folders are no longer watched", exc_info=watcher.exception())

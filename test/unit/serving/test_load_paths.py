@@ -1,6 +1,7 @@
 """What reaches SGLang's load when a client, or the operator's own program, asks for it."""
 
 import asyncio
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,17 @@ class Manager:
 
     async def unload_lora_adapter(self, obj: Any) -> None:
         self.unloaded.append(obj.lora_name)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub name that were looked up would end the test."""
+
+    def connect(*_: object) -> None:
+        raise AssertionError("something asks the network")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
 
 
 @pytest.fixture
