@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import tiny_adapters
 import tiny_model
 import torch
-from harness import ANSWER_SECONDS, STRICT, Request, Server, serve, wait_until
+from harness import ANSWER_SECONDS, STRICT, Request, Server, running, serve, tail, wait_until
 from reference import Reference, check, difference
 from safetensors.torch import save_file
 
@@ -439,6 +440,29 @@ def test_C73_a_pickle_below_the_root_never_runs(
     assert response.status_code == httpx.codes.BAD_REQUEST
     assert "weights-only" in response.text
     assert not (tmp_path / "marker").exists()
+
+
+def test_an_engine_loads_on_first_use(
+    base_model: Path, root: Path, reference: Reference, tmp_path: Path
+) -> None:
+    kinds = {None: None, "legal": "all-r16", "team/sales": "patterns"}
+    requests = [Request(name, PROMPT) for name in kinds]
+    given = {
+        "model": str(base_model),
+        "adapters": {},
+        "engines": [{"max_total_tokens": 8192}],
+        "requests": [request.body() for request in requests],
+    }
+    log = tmp_path / "engine.log"
+    line = [sys.executable, str(Path(__file__).with_name("engine_script.py")), json.dumps(given)]
+    env = {"GRAFT_ENABLE": "1", "GRAFT_ADAPTER_ROOT": str(root), "GRAFT_MAX_ADAPTER_MB": "1"}
+    with running(line, log, env) as process:
+        assert process.wait() == 0, tail(log)
+    (result,) = json.loads(log.read_text().splitlines()[-1])
+    assert "legal, team/sales" in result["unknown"]
+    for kind, tokens in zip(kinds.values(), result["tokens"], strict=True):
+        assert difference(tokens, reference.answer(kind, PROMPT, 16)) is None
+    assert "destroyed" not in log.read_text()
 
 
 def test_only_so_many_adapters_are_loaded_at_once(
