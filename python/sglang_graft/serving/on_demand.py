@@ -10,7 +10,6 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -149,7 +148,7 @@ class OnDemand:
                 if name not in self._jobs:
                     del self._loaded[name]  # unloaded by hand
             elif entry is None or entry.folder != folder:
-                self._start(name, partial(self._follow, name))
+                self._start(name, self._follow)
 
     async def _watch(self) -> None:
         await self.look()
@@ -166,25 +165,27 @@ class OnDemand:
     async def _ensure(self, name: str) -> bool:
         """Whether `name` is a folder of ours or loaded; it is loaded then. Raises RefusedError."""
         while self.store.loaded(name) is None:
-            waiting = name in self._jobs
-            refused = await asyncio.shield(self._start(name, partial(self._bring, name)))
-            if waiting:
-                continue  # whatever that job was for
+            job = self._start(name, self._bring)
+            refused = await asyncio.shield(job)
+            if job.get_name() != self._bring.__name__:
+                continue  # the name was between two contents
             if refused is not None:
-                raise refused
+                raise refused.with_traceback(None)  # it is raised to everyone who asks
             return self.store.loaded(name) is not None
         return True
 
-    def _start(self, name: str, work: Callable[[], Work]) -> asyncio.Task[RefusedError | None]:
+    def _start(self, name: str, work: Callable[[str], Work]) -> "asyncio.Task[RefusedError | None]":
+        """The work under way on `name`, whatever it is; `work` if there is none."""
         job = self._jobs.get(name)
         if job is None:
-            job = self._jobs[name] = asyncio.create_task(self._locked(name, work))
+            job = asyncio.create_task(self._locked(name, work), name=work.__name__)
             job.add_done_callback(lambda _: self._jobs.pop(name, None))
+            self._jobs[name] = job
         return job
 
-    async def _locked(self, name: str, work: Callable[[], Work]) -> RefusedError | None:
+    async def _locked(self, name: str, work: Callable[[str], Work]) -> RefusedError | None:
         async with self._lock(name):
-            return await work()
+            return await work(name)
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())

@@ -136,6 +136,25 @@ def test_names_without_a_folder_are_left_alone(play: Callable[[Scenario], None],
     play(scenario)
 
 
+def test_many_who_ask_for_nobody_share_one_look(
+    play: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(folders: OnDemand, books: Books) -> None:
+        looks = []
+        original = on_demand.find
+
+        def find(name: str, *rest: object) -> object:
+            looks.append(name)
+            return original(name, *rest)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(on_demand, "find", find)
+        asked = [ask(folders, books, "nobody") for _ in range(50)]
+        assert await asyncio.gather(*asked) == [None] * 50
+        assert looks == ["nobody"]
+
+    play(scenario)
+
+
 def test_candidates_of_the_model_field(root: Path) -> None:
     folders = OnDemand([root], SECONDS, Books(), reserved={"base"})
     assert folders.candidate("team/legal") == "team/legal"
