@@ -18,9 +18,9 @@ import pytest
 import tiny_adapters
 import tiny_model
 import torch
+from adapter_root import fill, put
 from harness import ANSWER_SECONDS, STRICT, Request, Server, running, serve, tail, wait_until
 from reference import Reference, check, difference
-from safetensors.torch import save_file
 
 from sglang_graft.serving.route_table import TABLE, Does
 
@@ -35,49 +35,11 @@ FLAGS += ("--graft-adapter-scan-seconds", "0.2", "--graft-max-adapter-mb", "1")
 FLAGS += ("--graft-max-adapters", str(MOST))
 
 
-def put(folder: Path, source: Path) -> Path:
-    """A copy of an adapter, there all at once."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    hidden = folder.with_name(f".{folder.name}")
-    shutil.copytree(source, hidden)
-    if folder.exists():
-        folder.rename(folder.with_name(f".old-{folder.name}"))
-        hidden.rename(folder)
-        shutil.rmtree(folder.with_name(f".old-{folder.name}"))
-    else:
-        hidden.rename(folder)
-    return folder
-
-
-def spoil(folder: Path, source: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """An adapter folder with other weights."""
-    put(folder, source)
-    save_file(tensors, folder / tiny_adapters.WEIGHTS)
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory, adapters: dict[str, Path]) -> Path:
     """The root, with what lies there before the server starts."""
-    root = tmp_path_factory.mktemp("root")
-    put(root / "legal", adapters["all-r16"])
-    put(root / "team/sales", adapters["patterns"])
-    put(root / ".hidden", adapters["q-r4"])
-    put(root / "bad name", adapters["q-r4"])
-    put(root / "default", adapters["q-r4"])
-    (root / "notes").mkdir()
-    (put(root / "torn", adapters["q-r4"]) / tiny_adapters.WEIGHTS).unlink()
-    spoil(root / "embeds", adapters["q-r4"], {"base_model.model.lm_head.weight": torch.ones(4, 4)})
-    spoil(root / "huge", adapters["q-r4"], {"x": torch.ones(2**19)})
-    outside = put(tmp_path_factory.mktemp("outside") / "secret", adapters["q-r4"])
-    (root / "out").symlink_to(outside)
-    (root / "alias").symlink_to(root / "legal")
-    half = put(root / "half-out", adapters["q-r4"])
-    (half / tiny_adapters.WEIGHTS).unlink()
-    (half / tiny_adapters.WEIGHTS).symlink_to(outside / tiny_adapters.WEIGHTS)
-    pipe = put(root / "pipe", adapters["q-r4"])
-    (pipe / tiny_adapters.WEIGHTS).unlink()
-    os.mkfifo(pipe / tiny_adapters.WEIGHTS)
-    return root
+    folder = tmp_path_factory.mktemp
+    return fill(folder("root"), folder("outside"), adapters)
 
 
 @pytest.fixture(scope="module")
