@@ -6,6 +6,7 @@ JSON in `CONFIG_ENV`; nothing else reads the environment.
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,12 +16,14 @@ CONFIG_ENV = "GRAFT_CONFIG"
 """Carries the resolved options from the main process to the processes that it starts."""
 
 
-def _option(default: Any, flag: str, meaning: str, unit: str = "") -> Any:
+def _option(
+    default: Any, flag: str, meaning: str, unit: str = "", *, repeats: bool = False, **limits: Any
+) -> Any:
     env = flag.removeprefix("--").upper().replace("-", "_")
     if not env.startswith("GRAFT_"):
         env = "GRAFT_" + env.replace("_GRAFT", "")
-    extra: JsonDict = {"flag": flag, "env": env, "unit": unit}
-    return Field(default=default, description=meaning, json_schema_extra=extra)
+    extra: JsonDict = {"flag": flag, "env": env, "unit": unit, "repeats": repeats}
+    return Field(default=default, description=meaning, json_schema_extra=extra, **limits)
 
 
 class GraftConfig(BaseModel):
@@ -37,6 +40,31 @@ class GraftConfig(BaseModel):
         "--graft-check",
         "Check all invariants of tree and pool after each change (slow; for tests, bug reports).",
     )
+    adapter_root: str = _option(
+        "",
+        "--graft-adapter-root",
+        "Folders below which requests may name adapters, loaded on first use; the only place that"
+        " /load_lora_adapter then reads. Several: give the flag again, or separate by colons.",
+        repeats=True,
+    )
+    adapter_scan_seconds: float = _option(
+        2.0,
+        "--graft-adapter-scan-seconds",
+        "Time between two looks at the roots; a folder counts once two looks have seen the same.",
+        "s",
+        gt=0,
+    )
+    max_adapters: int = _option(
+        4096, "--graft-max-adapters", "How many adapters may be loaded at once.", ge=1
+    )
+    max_adapter_mb: int = _option(
+        16384, "--graft-max-adapter-mb", "Largest adapter folder that is read.", "MiB", ge=1
+    )
+
+    @property
+    def adapter_roots(self) -> tuple[Path, ...]:
+        """The folders of `adapter_root`, as given."""
+        return tuple(Path(part) for part in self.adapter_root.split(os.pathsep) if part)
 
 
 class OptionInfo(BaseModel):
@@ -45,9 +73,10 @@ class OptionInfo(BaseModel):
     name: str
     flag: str
     env: str
-    default: bool | str
+    default: bool | int | float | str
     unit: str
     meaning: str
+    repeats: bool = False
 
 
 def option_table() -> list[OptionInfo]:
@@ -64,6 +93,7 @@ def option_table() -> list[OptionInfo]:
                 default=field.default,
                 unit=str(extra["unit"]),
                 meaning=field.description or "",
+                repeats=bool(extra["repeats"]),
             )
         )
     return rows

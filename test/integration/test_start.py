@@ -49,6 +49,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "cuda_graph_backend_decode": ("breakable",),
     "cuda_graph_backend_prefill": ("full",),
     "tokenizer_worker_num": ("2",),
+    "grpc_port": ("40000",),
     "kv_cache_dtype": ("fp4_e2m1",),
     "attention_backend": ("flex_attention",),
     "prefill_attention_backend": ("flex_attention",),

@@ -1,5 +1,8 @@
 """The option table: flags before environment before defaults, bad values by name."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from sglang_graft import config
@@ -24,7 +27,28 @@ def test_a_bad_value_names_flag_and_environment() -> None:
 def test_names_are_unique_and_follow_one_pattern() -> None:
     rows = config.option_table()
     assert len({row.env for row in rows}) == len({row.flag for row in rows}) == len(rows)
-    assert {row.env for row in rows} == {"GRAFT_ENABLE", "GRAFT_POLICY", "GRAFT_CHECK"}
+    assert {row.env for row in rows} == {
+        *("GRAFT_ENABLE", "GRAFT_POLICY", "GRAFT_CHECK", "GRAFT_ADAPTER_ROOT"),
+        *("GRAFT_ADAPTER_SCAN_SECONDS", "GRAFT_MAX_ADAPTERS", "GRAFT_MAX_ADAPTER_MB"),
+    }
+
+
+def test_numbers_come_from_text_and_have_bounds() -> None:
+    resolved = config.resolve({"max_adapters": "7"}, {"GRAFT_ADAPTER_SCAN_SECONDS": "0.5"})
+    assert (resolved.max_adapters, resolved.adapter_scan_seconds) == (7, 0.5)
+    for flag, value in (
+        ("max_adapters", "0"),
+        ("adapter_scan_seconds", "0"),
+        ("max_adapter_mb", "x"),
+    ):
+        with pytest.raises(ValueError, match=flag.replace("_", "-")):
+            config.resolve({flag: value}, {})
+
+
+def test_adapter_roots_are_a_search_path() -> None:
+    assert config.GraftConfig().adapter_roots == ()
+    resolved = config.resolve({}, {"GRAFT_ADAPTER_ROOT": f"a{os.pathsep}b/c{os.pathsep}"})
+    assert resolved.adapter_roots == (Path("a"), Path("b/c"))
 
 
 def test_published_options_arrive_and_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:

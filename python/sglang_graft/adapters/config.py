@@ -11,6 +11,7 @@ CONFIG_NAME = "adapter_config.json"
 
 _DEFAULT_RANK = 8  # PEFT's, for files that leave `r` or `lora_alpha` out
 _DEFAULT_ALPHA = 8
+_LARGEST_FILE = 2**20  # bytes; thousands of pattern keys
 _LARGEST_ALPHA = 3e38  # a scale has to fit float32
 
 
@@ -38,7 +39,7 @@ class LoraConfig:
 def read_config(folder: Path) -> LoraConfig:
     """Read and check `adapter_config.json`. Raises AdapterError naming the key."""
     file = folder / CONFIG_NAME
-    keys = read_json_object(file)
+    keys = read_json_object(file, _LARGEST_FILE)
     refuse_unsupported(file, keys)
     return LoraConfig(
         file=file,

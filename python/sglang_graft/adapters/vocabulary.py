@@ -7,7 +7,7 @@ from sglang_graft.adapters.errors import AdapterError, show
 from sglang_graft.adapters.files import read_json_object
 from sglang_graft.adapters.spec import ModelSpec
 
-_FILE_NAME = "added_tokens.json"
+TOKENS_NAME = "added_tokens.json"
 
 
 def refuse_new_tokens(folder: Path, spec: ModelSpec) -> None:
@@ -15,7 +15,7 @@ def refuse_new_tokens(folder: Path, spec: ModelSpec) -> None:
 
     Trainers copy the base tokenizer beside the adapter, so ids inside the vocabulary are not new.
     """
-    file = folder / _FILE_NAME
+    file = folder / TOKENS_NAME
     if spec.vocab_size is None or not os.path.isfile(file):
         return
     for token, number in read_json_object(file).items():

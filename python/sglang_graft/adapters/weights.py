@@ -14,6 +14,7 @@ from sglang_graft.adapters.errors import AdapterError
 from sglang_graft.adapters.torch_file import BIN_NAME, read_tensors
 
 WEIGHTS_NAME = "adapter_model.safetensors"
+_MOST_TENSORS = 2**16  # A and B of every linear of the largest models are a few thousand
 
 # Names as safetensors spells them. Scaled 8-bit floats mean nothing without their scales.
 _FLOATS = {
@@ -114,7 +115,7 @@ def open_weights(folder: Path) -> Iterator[WeightsFile]:
     """
     file, pickled = folder / WEIGHTS_NAME, folder / BIN_NAME
     if not os.path.lexists(file) and os.path.isfile(pickled):
-        yield _TorchFile(pickled)
+        yield _counted(_TorchFile(pickled))
         return
     if not os.path.isfile(file):
         raise AdapterError(file, "file", f"is missing, and there is no {BIN_NAME} either")
@@ -123,4 +124,11 @@ def open_weights(folder: Path) -> Iterator[WeightsFile]:
     except (SafetensorError, OSError) as error:
         raise AdapterError(file, "file", f"is not a readable safetensors file: {error}") from error
     with opened as handle:
-        yield _SafetensorsFile(file, handle)
+        yield _counted(_SafetensorsFile(file, handle))
+
+
+def _counted(weights: WeightsFile) -> WeightsFile:
+    count = len(weights.names())
+    if count > _MOST_TENSORS:
+        raise AdapterError(weights.file, "tensors", f"wanted at most {_MOST_TENSORS}, got {count}")
+    return weights

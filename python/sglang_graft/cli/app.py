@@ -47,12 +47,14 @@ def doctor(
 def pool(
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:30000",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    key: Annotated[str, typer.Option(help="The server's admin key, if it has one.")] = "",
 ) -> None:
     """Show what the pool of a running server holds."""
     from sglang_graft.cli.pool_table import show_pool
 
     try:
-        response = httpx.get(f"{url.rstrip('/')}/graft/pool", timeout=30)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        response = httpx.get(f"{url.rstrip('/')}/graft/pool", timeout=30, headers=headers)
         response.raise_for_status()
     except httpx.HTTPError as error:
         typer.echo(f"{url}: {error}. Is a server with --enable-graft running there?", err=True)

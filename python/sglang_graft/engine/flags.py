@@ -45,7 +45,7 @@ class _Switch(argparse._StoreTrueAction):
 
 
 class _Value(argparse._StoreAction):
-    """Keep a value of ours."""
+    """Keep a value of ours; those of a flag that repeats are kept as one search path."""
 
     def __call__(
         self,
@@ -54,7 +54,11 @@ class _Value(argparse._StoreAction):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        _record(self.dest, values)
+        if not isinstance(values, list):
+            _record(self.dest, values)
+            return
+        before = _flags.get(_options()[self.dest].name)
+        _record(self.dest, os.pathsep.join([before, *values] if before else values))
 
 
 def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
@@ -62,12 +66,15 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     _flags.clear()  # a new command line owes nothing to one that this process parsed before
     group = parser.add_argument_group("graft")
     for dest, row in _options().items():
+        more: dict[str, Any] = {"nargs": "+"} if row.repeats else {}
+        default = "none" if row.default == "" else row.default
         group.add_argument(
             row.flag,
             action=_Switch if isinstance(row.default, bool) else _Value,
             dest=dest,
             default=argparse.SUPPRESS,
-            help=f"{row.meaning} Default {row.default}; environment {row.env}.",
+            help=f"{row.meaning} Default {default}; environment {row.env}.",
+            **more,
         )
 
 
@@ -79,16 +86,33 @@ def resolve_arguments(original: Callable[[Any], None], server_args: Any) -> None
         original(server_args)
         return
     verify(HOOKS)
+    _check_roots(chosen)
     make_policy(chosen.policy)  # a wrong name shall not wait for the scheduler process to be found
     refusals.check_requested(server_args)
     _set_defaults(server_args)
     original(server_args)
     refusals.check_resolved(server_args)
+    _check_count(chosen, server_args)
     # Imported here, because it imports SGLang's HTTP server, which needs none of this at a start
     # without Graft.
     from sglang_graft.serving.install import install
 
     install()
+
+
+def _check_roots(chosen: config.GraftConfig) -> None:
+    for root in chosen.adapter_roots:
+        if not root.is_dir():
+            raise ValueError(f"--graft-adapter-root: wanted folders, got {str(root)!r}")
+
+
+def _check_count(chosen: config.GraftConfig, server_args: Any) -> None:
+    count = len(server_args.lora_paths or ())
+    if count > chosen.max_adapters:
+        raise ValueError(
+            f"--lora-paths: wanted at most {chosen.max_adapters} adapters, got {count};"
+            " raise --graft-max-adapters"
+        )
 
 
 def _set_defaults(server_args: Any) -> None:

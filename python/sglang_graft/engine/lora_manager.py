@@ -16,7 +16,9 @@ from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import LoRAType
 
 from graft_kernels.sgmv import Slice
+from sglang_graft import config
 from sglang_graft.adapters import Adapter, ModelSpec, PointerTable, TileMap, read_adapter
+from sglang_graft.adapters.location import check_size
 from sglang_graft.engine.base_weights import base_weight_reader
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.lora_backend import GraftLoRABackend, WeightRef
@@ -110,6 +112,7 @@ class GraftLoRAManager(LoRAManager):
 
     def _load_lora_adapter(self, lora_ref: LoRARef) -> Any:
         try:
+            _check_count(len(self.lora_refs))
             self._register(lora_ref, self._read(lora_ref))
         except (ValueError, OSError, RuntimeError, MemoryError) as error:
             # The last two: no host memory left, pinned or not. Nothing was registered.
@@ -161,6 +164,7 @@ class GraftLoRAManager(LoRAManager):
                 f"adapter {ref.lora_name}: pinned adapters are not supported by Graft yet; load it"
                 ' with "pinned": false'
             )
+        check_size(Path(ref.lora_path), _options().max_adapter_mb * 2**20)
         adapter = read_adapter(Path(ref.lora_path), self.spec, self.base_weight)
         for warning in adapter.warnings:
             logger.warning("Adapter %s: %s", ref.lora_name, warning)
@@ -178,6 +182,21 @@ class GraftLoRAManager(LoRAManager):
             adapter.max_rank,
             adapter.identity[:12],
         )
+
+
+def _check_count(loaded: int) -> None:
+    most = _options().max_adapters
+    if loaded >= most:
+        raise ValueError(
+            f"{loaded} adapters are loaded, wanted at most {most}: unload one, or raise"
+            " --graft-max-adapters"
+        )
+
+
+def _options() -> config.GraftConfig:
+    options = config.published()
+    assert options is not None, "adapters are loaded, but no options were published"
+    return options
 
 
 HOOKS = (

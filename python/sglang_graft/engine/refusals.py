@@ -79,6 +79,7 @@ _ATTENTION = ("flashinfer", "torch_native", "triton", "fa3")
 _NOT_KNOWN = "not known to read a page-major arena through dense ids"
 
 RESOLVED = (
+    Refusal("grpc_port", _given, "its calls ask for no key, and for no adapter by its folder"),
     Refusal(
         "kv_cache_dtype",
         lambda value: value in ("fp4_e2m1", "mxfp8"),

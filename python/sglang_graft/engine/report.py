@@ -4,6 +4,7 @@ Target (0.5.17): AFTER `Scheduler.get_internal_state`, whose result `/server_inf
 `internal_states`. Reason: `/graft/pool` and operators read it there.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 from sglang_graft.cache import AdapterNode, State
@@ -12,6 +13,7 @@ from sglang_graft.engine.prefix_cache import GraftPrefixCache
 from sglang_graft.pool import Owner
 
 KEY = "graft"
+MODEL_KEY = "graft_model"
 _WHERE = {State.ABSENT: "host", State.LOADING: "loading", State.RESIDENT: "device"}
 
 
@@ -59,9 +61,22 @@ def pool_report(cache: GraftPrefixCache) -> dict[str, Any]:
     }
 
 
+def model_report(cache: GraftPrefixCache) -> dict[str, Any]:
+    """What adapters are checked against: the base model's linears, and the limits."""
+    tile_map, ledger = cache.residency.tile_map, cache.pool.ledger
+    spec = asdict(tile_map.spec)
+    return {
+        **spec,
+        "dtype": str(spec["dtype"]).removeprefix("torch."),
+        "max_rank": tile_map.max_rank,
+        "pool_bytes": ledger.total * cache.pool.layout.page_bytes,
+    }
+
+
 def add_report(result: Any, self: Any, recv_req: Any) -> Any:
     """AFTER `get_internal_state`."""
     result.internal_state[KEY] = pool_report(self.tree_cache)
+    result.internal_state[MODEL_KEY] = model_report(self.tree_cache)
     return result
 
 
@@ -71,6 +86,6 @@ HOOKS = (
         kind="after",
         function=add_report,
         parameters=("self", "recv_req"),
-        reason="the pool report",
+        reason="the pool report, and what adapters are checked against",
     ),
 )

@@ -12,6 +12,9 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from sglang_graft.serving import names
+from sglang_graft.serving.adapter_store import base_names, on_demand
+from sglang_graft.serving.on_demand import RefusedError
+from sglang_graft.serving.route_table import OLLAMA_CHAT, OLLAMA_GENERATE
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -23,8 +26,8 @@ ROUTES = {
     "/v1/responses": False,
     "/v1/score": False,
     "/v1/rerank": False,
-    "/api/chat": False,
-    "/api/generate": False,
+    OLLAMA_CHAT: False,
+    OLLAMA_GENERATE: False,
 }
 
 
@@ -41,7 +44,7 @@ class ModelGuard:
             await self.app(scope, receive, send)
             return
         body = await _read(receive)
-        refusal = self.refusal(scope["path"], body)
+        refusal = await self.refusal(scope["path"], body)
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -52,7 +55,7 @@ class ModelGuard:
 
         await self.app(scope, replay, send)
 
-    def refusal(self, path: str, body: bytes) -> JSONResponse | None:
+    async def refusal(self, path: str, body: bytes) -> JSONResponse | None:
         """The answer to a request that must not reach its handler."""
         try:
             model = json.loads(body).get("model")
@@ -63,12 +66,21 @@ class ModelGuard:
         manager = self.manager()
         loaded, base = manager.lora_ref_cache, manager.served_model_name
         try:
-            adapter = names.adapter_of_model(model, loaded, {base, manager.server_args.model_path})
+            adapter = names.adapter_of_model(model, loaded, base_names(manager))
         except KeyError:
-            return _error(404, names.unknown(model, loaded, base))
-        if adapter is None or ROUTES[path]:
+            folders = on_demand(manager)
+            adapter = folders.candidate(model)
+            if adapter is None or not await folders.exists(adapter):
+                return _error(404, names.unknown(model, loaded, base))
+        if adapter is None:
             return None
-        return _error(400, f"{path} does not serve adapters yet, wanted the base model {base!r}")
+        if not ROUTES[path]:
+            return _error(400, f"{path} serves no adapters yet, wanted the base model {base!r}")
+        try:
+            async with on_demand(manager).hold([adapter]):
+                return None  # and if it is unloaded right now, the handler finds the next one
+        except RefusedError as error:
+            return _error(error.status_code, str(error))
 
 
 def _error(status: int, message: str) -> JSONResponse:

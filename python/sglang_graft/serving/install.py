@@ -3,9 +3,15 @@
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_graft.engine.hooks import register, verify
-from sglang_graft.serving import names, routes, unload
+from sglang_graft.serving import load_paths, names, route_table, routes, unload
 
-HOOKS = (*names.HOOKS, *routes.HOOKS, *unload.HOOKS)
+HOOKS = (
+    *load_paths.HOOKS,
+    *names.HOOKS,
+    *route_table.HOOKS,
+    *routes.HOOKS,
+    *unload.HOOKS,
+)
 _installed: list[bool] = []
 
 

@@ -7,16 +7,20 @@ another model.
 """
 
 from collections.abc import Awaitable, Callable, Collection
+from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
 
+from sglang_graft.adapters.folder_names import ANY_MODEL
 from sglang_graft.engine.hooks import Hook
+from sglang_graft.serving.adapter_store import base_names, on_demand
+from sglang_graft.serving.on_demand import RefusedError
 
-# What clients send as `model` when they do not care; SGLang accepts any text there.
-_ANY_MODEL = ("", "default")
 _over_http: list[bool] = []
+# Set in the request's own task: on OpenAI routes nothing has been sent when a stream is resolved.
+_before_stream: ContextVar[bool] = ContextVar("before_stream", default=False)
 
 
 class UnknownAdapterError(ValueError):
@@ -47,7 +51,7 @@ def adapter_of_model(
     """
     if model in loaded:
         return model
-    if model in base_names or model in _ANY_MODEL:
+    if model in base_names or model in ANY_MODEL:
         return None
     _, colon, adapter = model.partition(":")
     if colon and adapter.strip() in loaded:
@@ -61,15 +65,18 @@ def resolve_openai(
     """AROUND `_resolve_lora_path`: the `model` field decides, then `lora_path`."""
     manager = self.tokenizer_manager
     loaded = manager.lora_ref_cache
-    base = {manager.served_model_name, manager.server_args.model_path}
+    _before_stream.set(True)
     try:
-        adapter = adapter_of_model(request_model, loaded, base)
+        adapter = adapter_of_model(request_model, loaded, base_names(manager))
     except KeyError:
-        message = unknown(request_model, loaded, manager.served_model_name)
-        raise HTTPException(status_code=HTTPStatus.NOT_FOUND, detail=message) from None
+        # A name that a folder might have: `resolve_native` looks, which takes time.
+        adapter = on_demand(manager).candidate(request_model)
+        if adapter is None:
+            message = unknown(request_model, loaded, manager.served_model_name)
+            raise HTTPException(status_code=HTTPStatus.NOT_FOUND, detail=message) from None
     chosen = explicit_lora_path if adapter is None else adapter
     for name in chosen if isinstance(chosen, list) else [chosen]:
-        if name and name not in loaded:
+        if name and name not in loaded and on_demand(manager).candidate(name) is None:
             message = unknown(name, loaded, manager.served_model_name)
             raise HTTPException(status_code=HTTPStatus.NOT_FOUND, detail=message)
     return chosen
@@ -83,14 +90,18 @@ async def resolve_native(original: Callable[..., Awaitable[None]], self: Any, ob
         raise ValueError(
             f"lora_path: wanted one name for each of {wanted} samples, got {len(names)}"
         )
-    for name in names:
-        if name and name not in self.lora_ref_cache:
-            message = unknown(name, self.lora_ref_cache, self.served_model_name)
-            # A stream has begun when this runs; SGLang turns a ValueError into its last event.
-            if _over_http and not getattr(obj, "stream", False):
-                raise HTTPException(status_code=HTTPStatus.NOT_FOUND, detail=message)
-            raise UnknownAdapterError(message)
-    await original(self, obj)
+    try:
+        async with on_demand(self).hold(names):
+            for name in names:
+                if name and name not in self.lora_ref_cache:
+                    message = unknown(name, self.lora_ref_cache, self.served_model_name)
+                    raise UnknownAdapterError(message)
+            await original(self, obj)
+    except (UnknownAdapterError, RefusedError) as error:
+        # A stream has begun when this runs; SGLang turns a ValueError into its last event.
+        if not _over_http or (getattr(obj, "stream", False) and not _before_stream.get()):
+            raise
+        raise HTTPException(status_code=error.status_code, detail=str(error)) from None
 
 
 HOOKS = (

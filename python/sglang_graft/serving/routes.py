@@ -34,8 +34,11 @@ def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
     """BEFORE `_setup_and_run_http_server`."""
     from sglang.srt.entrypoints import http_server
 
+    from sglang_graft.serving import listing
+
     names.serve_over_http()
     http_server.app.include_router(router)
+    listing.add_to(http_server.app)
     http_server.app.add_middleware(
         ModelGuard, manager=lambda: http_server._global_state.tokenizer_manager
     )

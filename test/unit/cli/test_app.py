@@ -76,7 +76,11 @@ def url() -> Iterator[str]:
     class Fake(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps(POOL).encode()
-            self.send_response(200 if self.path == "/graft/pool" else 404)
+            locked = self.path == "/locked/graft/pool"
+            if locked and self.headers["Authorization"] != "Bearer secret":
+                self.send_response(401)
+            else:
+                self.send_response(200 if locked or self.path == "/graft/pool" else 404)
             self.end_headers()
             self.wfile.write(body)
 
@@ -97,6 +101,13 @@ def test_pool_shows_pages_and_adapters(url: str) -> None:
     assert "(base model)" in shown.stdout
     plain = RUN.invoke(app, ["pool", "--url", url + "/", "--json"])
     assert json.loads(plain.stdout) == POOL
+
+
+def test_pool_of_a_server_with_an_admin_key(url: str) -> None:
+    locked = ["pool", "--url", url + "/locked"]
+    assert RUN.invoke(app, locked).exit_code == 1
+    assert RUN.invoke(app, [*locked, "--key", "other"]).exit_code == 1
+    assert RUN.invoke(app, [*locked, "--key", "secret"]).exit_code == 0
 
 
 def test_pool_without_a_graft_server_says_so(url: str) -> None:

@@ -1,9 +1,13 @@
 """Our flags on SGLang's parser."""
 
 import argparse
+import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from sglang_graft import config
 from sglang_graft.engine import flags
 from sglang_graft.engine.hooks import HookError
 
@@ -27,6 +31,26 @@ def test_flags_are_recorded_and_leave_no_trace_in_the_namespace() -> None:
 
 
 @pytest.mark.usefixtures("live_hooks")
+def test_a_flag_that_repeats_becomes_one_search_path() -> None:
+    parser().parse_args(["--graft-adapter-root", "a", "b", "--graft-adapter-root", "c"])
+    assert flags._flags == {"adapter_root": os.pathsep.join("abc")}
+
+
+def test_adapter_roots_are_folders(tmp_path: Path) -> None:
+    flags._check_roots(config.GraftConfig(adapter_root=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"--graft-adapter-root: wanted folders, got .*nobody"):
+        flags._check_roots(config.GraftConfig(adapter_root=f"{tmp_path}:{tmp_path}/nobody"))
+
+
+def test_adapters_named_at_start_count() -> None:
+    started = SimpleNamespace(lora_paths=["a", "b"])
+    flags._check_count(config.GraftConfig(max_adapters=2), started)
+    flags._check_count(config.GraftConfig(), SimpleNamespace(lora_paths=None))
+    with pytest.raises(ValueError, match=r"at most 1 adapters, got 2; raise --graft-max-adapters"):
+        flags._check_count(config.GraftConfig(max_adapters=1), started)
+
+
+@pytest.mark.usefixtures("live_hooks")
 def test_a_new_command_line_owes_nothing_to_the_one_before() -> None:
     parser().parse_args(["--enable-graft"])
     parser().parse_args([])
@@ -40,7 +64,7 @@ def test_a_flag_that_could_not_take_effect_is_an_error() -> None:
 
 def test_actions_are_those_that_sglangs_config_files_know() -> None:
     actions = [a for a in parser()._actions if "graft" in a.option_strings[-1]]
-    assert len(actions) == 3
+    assert len(actions) == len(config.option_table())
     known = (argparse._StoreTrueAction, argparse._StoreAction)
     assert all(isinstance(action, known) for action in actions)
     assert [action.dest for action in actions][:1] == ["enable_graft"]

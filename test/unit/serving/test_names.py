@@ -1,17 +1,23 @@
 """Which adapter a request names."""
 
 import asyncio
+from contextvars import ContextVar
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fastapi import HTTPException
 
+from sglang_graft.adapters.location import READ_FILES
+from sglang_graft.serving import names
 from sglang_graft.serving.names import (
     UnknownAdapterError,
     adapter_of_model,
     resolve_native,
     resolve_openai,
 )
+from sglang_graft.serving.on_demand import OnDemand
 
 LOADED = {"legal": 1, "x:y": 2}
 BASE = {"base-model"}
@@ -93,3 +99,95 @@ def test_an_engine_gets_a_value_error_for_an_unknown_name() -> None:
 def test_a_list_of_another_length_is_refused_before_anything_runs(names: list[object]) -> None:
     with pytest.raises(ValueError, match=rf"one name for each of 2 samples, got {len(names)}"):
         resolve_for_generate(lora_path=names, batch_size=2)
+
+
+def with_folders(root: Path, refuse: str | None = None) -> Any:
+    """A manager with a folder `fresh`, which loads unless `refuse` says why not."""
+    for name in READ_FILES[:2]:
+        (root / "fresh").mkdir(exist_ok=True)
+        (root / "fresh" / name).write_text("x")
+    manager = SimpleNamespace(
+        lora_ref_cache=dict(LOADED),
+        served_model_name="base-model",
+        server_args=SimpleNamespace(model_path="models/base"),
+    )
+
+    class Store:
+        def loaded(self, name: str) -> str | None:
+            return str(manager.lora_ref_cache[name]) if name in manager.lora_ref_cache else None
+
+        async def check(self, path: Path) -> str | None:
+            return refuse
+
+        async def load(self, name: str, path: Path) -> None:
+            manager.lora_ref_cache[name] = 3
+
+    manager._graft_on_demand = OnDemand([root], 0.01, Store())  # type: ignore[arg-type]
+    return manager
+
+
+def test_a_name_that_a_folder_might_have_is_looked_for_later(tmp_path: Path) -> None:
+    owner = SimpleNamespace(tokenizer_manager=with_folders(tmp_path))
+    for model, chosen in (("fresh", "fresh"), ("base-model:nobody", "nobody"), ("legal", "legal")):
+        assert resolve_openai(print, owner, model, None) == chosen
+    assert resolve_openai(print, owner, "base-model", ["fresh", None]) == ["fresh", None]
+    for model, explicit in (("../x", None), ("base-model", "../x"), ("base-model", ["a b"])):
+        with pytest.raises(HTTPException) as error:
+            resolve_openai(print, owner, model, explicit)
+        assert error.value.status_code == 404
+
+
+def resolve_from_folders(manager: Any, name: str, *, stream: bool, openai: bool) -> list[str]:
+    reached: list[str] = []
+
+    async def original(manager: object, obj: SimpleNamespace) -> None:
+        reached.append(obj.lora_path)
+
+    async def request() -> None:
+        if openai:
+            resolve_openai(print, SimpleNamespace(tokenizer_manager=manager), name, None)
+        obj = SimpleNamespace(lora_path=name, stream=stream)
+        try:
+            await resolve_native(original, manager, obj)
+        finally:
+            await manager._graft_on_demand.stop()
+
+    asyncio.run(request())
+    return reached
+
+
+def test_a_folder_is_loaded_before_sglang_looks(tmp_path: Path) -> None:
+    manager = with_folders(tmp_path)
+    reached = resolve_from_folders(manager, "fresh", stream=False, openai=False)
+    assert reached == ["fresh"]
+    assert manager.lora_ref_cache["fresh"] == 3
+
+
+@pytest.mark.parametrize(("name", "status"), [("fresh", 400), ("nobody", 404)])
+@pytest.mark.parametrize(
+    ("stream", "openai", "kind"),
+    [
+        (False, False, HTTPException),
+        (False, True, HTTPException),
+        (True, True, HTTPException),  # nothing has been sent yet
+        (True, False, ValueError),  # becomes the last event of the stream
+    ],
+)
+def test_refusals_reach_clients_with_their_status(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    status: int,
+    stream: bool,
+    openai: bool,
+    kind: type[Exception],
+) -> None:
+    monkeypatch.setattr(names, "_over_http", [True])
+    # In a server each request has a task, and so a context, of its own.
+    monkeypatch.setattr(names, "_before_stream", ContextVar("test", default=False))
+    manager = with_folders(tmp_path, refuse="it is damaged")
+    with pytest.raises(kind) as caught:
+        resolve_from_folders(manager, name, stream=stream, openai=openai)
+    assert caught.value.status_code == status  # type: ignore[attr-defined]
+    text = getattr(caught.value, "detail", str(caught.value))
+    assert ("it is damaged" if name == "fresh" else "'nobody'") in text

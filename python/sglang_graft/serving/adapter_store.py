@@ -1,0 +1,98 @@
+"""Loading for the adapter roots, by SGLang's own load and unload, and the check before it."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput
+
+from sglang_graft import config
+from sglang_graft.adapters import AdapterError, LinearSpec, ModelSpec
+from sglang_graft.adapters.headers import Limits, check_headers
+from sglang_graft.adapters.location import check_size
+from sglang_graft.engine.report import MODEL_KEY
+from sglang_graft.serving.on_demand import OnDemand
+
+_ATTRIBUTE = "_graft_on_demand"
+
+
+class ManagerStore:
+    """A `Store` over SGLang's tokenizer manager."""
+
+    def __init__(self, manager: Any, max_bytes: int) -> None:
+        self.manager = manager
+        self.max_bytes = max_bytes
+        self._model: tuple[ModelSpec, Limits] | None = None
+
+    def loaded(self, name: str) -> str | None:
+        """The id under which requests reach `name`."""
+        ref = self.manager.lora_ref_cache.get(name)
+        return None if ref is None else str(ref.lora_id)
+
+    async def load(self, name: str, path: Path) -> str | None:
+        """Load `path` under the free name."""
+        request = LoadLoRAAdapterReqInput(lora_name=name, lora_path=str(path))
+        error = _error(await self.manager.load_lora_adapter(request))
+        # It goes to clients, who are not told where folders lie.
+        return error and error.replace(f"{path}/", "").replace(str(path), name)
+
+    async def unload(self, name: str) -> str | None:
+        """Unload, once the requests under way have ended."""
+        request = UnloadLoRAAdapterReqInput(lora_name=name)
+        return _error(await self.manager.unload_lora_adapter(request))
+
+    async def replace(self, name: str, path: Path) -> str | None:
+        """Unload, then load: the caller keeps requests away in between."""
+        return await self.unload(name) or await self.load(name, path)
+
+    async def check(self, path: Path) -> str | None:
+        """Headers against the model that the scheduler serves, in a thread."""
+        if self._model is None:
+            states = await self.manager.get_internal_state()
+            self._model = _model(states[0][MODEL_KEY])
+        return await asyncio.to_thread(_problem, path, *self._model, self.max_bytes)
+
+
+def on_demand(manager: Any) -> OnDemand:
+    """The adapter roots of this server; the same object for every call."""
+    made: OnDemand | None = getattr(manager, _ATTRIBUTE, None)
+    if made is None:
+        options = config.published() or config.GraftConfig()
+        made = OnDemand(
+            options.adapter_roots,
+            options.adapter_scan_seconds,
+            ManagerStore(manager, options.max_adapter_mb * 2**20),
+            base_names(manager) if options.adapter_root else (),
+        )
+        setattr(manager, _ATTRIBUTE, made)
+    return made
+
+
+def base_names(manager: Any) -> set[str]:
+    """What requests may call the base model."""
+    return {manager.served_model_name, manager.server_args.model_path}
+
+
+def _error(result: Any) -> str | None:
+    return None if result.success else str(result.error_message)
+
+
+def _model(report: dict[str, Any]) -> tuple[ModelSpec, Limits]:
+    spec = ModelSpec(
+        layers=report["layers"],
+        linears=tuple(LinearSpec(**linear) for linear in report["linears"]),
+        dtype=getattr(torch, report["dtype"]),
+        layer_prefix=report["layer_prefix"],
+        vocab_size=report["vocab_size"],
+    )
+    return spec, Limits(report["max_rank"], report["pool_bytes"])
+
+
+def _problem(path: Path, spec: ModelSpec, limits: Limits, max_bytes: int) -> str | None:
+    try:
+        check_size(path, max_bytes)
+        check_headers(path, spec, limits)
+    except AdapterError as error:
+        return f"{error.file.name}: {error.item}: {error.reason}"
+    return None

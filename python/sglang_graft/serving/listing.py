@@ -1,0 +1,45 @@
+"""`/v1/models` and `/v1/models/NAME` with the adapters that a request would load.
+
+Both answer before SGLang's own routes of the same paths. Reason: SGLang lists what is loaded, and
+knows no adapter by name.
+"""
+
+from typing import Any
+
+from sglang.srt.entrypoints import http_server
+from sglang.srt.entrypoints.openai.protocol import ModelCard
+
+from sglang_graft.serving.adapter_store import on_demand
+
+
+async def models() -> Any:
+    """The base model, loaded adapters, and folders that a request could load."""
+    manager: Any = http_server.get_global_state().tokenizer_manager
+    listing = await http_server.available_models()
+    for folder in await on_demand(manager).listed():
+        listing.data.append(_card(folder.name, str(folder.path), manager))
+    return listing
+
+
+async def model(model: str) -> Any:
+    """One of them, 404 for a name that requests could not use."""
+    manager: Any = http_server.get_global_state().tokenizer_manager
+    ref = manager.lora_ref_cache.get(model)
+    if ref is not None:
+        return _card(model, ref.lora_path, manager)
+    for folder in await on_demand(manager).listed():
+        if folder.name == model:
+            return _card(model, str(folder.path), manager)
+    return await http_server.retrieve_model(model)
+
+
+def _card(name: str, root: str, manager: Any) -> ModelCard:
+    return ModelCard(id=name, root=root, parent=manager.served_model_name, max_model_len=None)
+
+
+def add_to(app: Any) -> None:
+    """Put both in front of the routes that `app` has."""
+    app.add_api_route("/v1/models/{model:path}", model, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models", models, methods=["GET"], response_model=None)
+    for _ in range(2):
+        app.router.routes.insert(0, app.router.routes.pop())
