@@ -224,6 +224,27 @@ def _base_copy(draw: st.DrawFn, folder: Path) -> None:
     _rewrite(folder, read_tensors(folder) | {name: tensor})
 
 
+def _flag(draw: st.DrawFn, folder: Path) -> None:
+    """Switch DoRA or biases, which the tensors then contradict."""
+    key = draw(st.sampled_from(["use_dora", "lora_bias"]))
+    keys = json.loads((folder / hp.CONFIG).read_text())
+    hp.edit_config(folder, **{key: not keys.get(key)})
+
+
+def _wrapper(draw: st.DrawFn, folder: Path) -> None:
+    """All names under another path to the layers, and a pattern that may tell it from the old."""
+    if draw(st.booleans()):
+        key = draw(st.sampled_from(["^model.layers.*", "model.layers.[01].*", ".*language_.*"]))
+        hp.edit_config(folder, alpha_pattern={key: draw(ALPHAS)})
+    wrapper = draw(WRAPPERS | st.sampled_from(["vision_tower.", "layers.0."]))
+    tensors = read_tensors(folder)
+    moved = {
+        f"{PREFIX}{wrapper}layers.{name.rpartition('layers.')[2]}": tensor
+        for name, tensor in tensors.items()
+    }
+    _rewrite(folder, moved)
+
+
 def _rewrite(folder: Path, tensors: hp.Tensors) -> None:
     as_bin = not (folder / hp.WEIGHTS).exists()
     for name in (hp.WEIGHTS, BIN):
@@ -239,4 +260,13 @@ WORDS = st.text(max_size=3) | st.sampled_from(
         *("weight", "bias", "lora_magnitude_vector", "base_layer", "language_model", ""),
     )
 )
-_CHANGES = [_config_value, _name, _name, _tensor, _pattern, _base_copy]
+_CHANGES = [
+    _config_value,
+    _name,
+    _name,
+    _tensor,
+    _pattern,
+    _base_copy,
+    _flag,
+    _wrapper,
+]
