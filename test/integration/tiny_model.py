@@ -68,6 +68,14 @@ def new_biased_model() -> Qwen2ForCausalLM:
 def save_model(folder: Path, new: Callable[[], PreTrainedModel] = new_model) -> Path:
     """Write weights (float32) and tokenizer; returns `folder`."""
     new().save_pretrained(folder)
+    return save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> Path:
+    """Write the tokenizer alone; returns `folder`.
+
+    Beside the config of a Qwen2, transformers would take it for that model's own kind.
+    """
     words = Tokenizer(models.WordLevel({word(i): i for i in range(VOCABULARY)}, unk_token=word(0)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)

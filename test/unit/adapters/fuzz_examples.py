@@ -1,6 +1,7 @@
 """Adapter folders at random: right ones as PEFT writes them, and damage done to them."""
 
 import io
+import itertools
 import json
 import zipfile
 from pathlib import Path
@@ -40,14 +41,24 @@ CONFIG = st.fixed_dictionaries(
         "target_modules": TARGETS,
         "exclude_modules": TARGETS.filter(lambda names: names != "all-linear"),
         "layers_to_transform": st.none() | st.integers(0, 3) | st.lists(st.integers(0, 3)),
-        "lora_dropout": st.floats(0, 1),
+        "lora_dropout": st.sampled_from([0, 0.5, 1.0]),
         "init_lora_weights": st.sampled_from([True, False, "gaussian", "orthogonal"]),
-        "base_model_name_or_path": st.none() | st.text(max_size=4),
+        "base_model_name_or_path": st.sampled_from([None, "", "/gone", "a/b"]),
     },
 ).map(lambda config: _consistent(config))
 # How a wrapper of the same model spells `model.`, the first word of every path.
-WRAPPERS = st.sampled_from(
-    ["model.", "model.", "", "model.language_model.", "language_model.model."]
+WRAPPERS = ("model.", "model.", "", "model.language_model.", "language_model.model.")
+# One draw for all: draws are what takes the time.
+SPELLINGS = st.sampled_from(
+    list(
+        itertools.product(
+            (torch.float16, torch.bfloat16, torch.float32),
+            (PREFIX, ""),
+            ("", ".a", ".lora"),
+            WRAPPERS,
+            (False, True),
+        )
+    )
 )
 # Text that looks like a pattern, a name or nothing at all.
 TEXT = KEYS | st.text("qkv_proj.*+?()[]|\\^${}1,", max_size=12) | st.text(max_size=6)
@@ -84,12 +95,7 @@ def right_folders(draw: st.DrawFn, folder: Path) -> list[str]:
     paths = draw(st.lists(st.sampled_from(PATHS), min_size=1, max_size=6, unique=True))
     # Not torch.manual_seed: for CUDA that keeps a stack trace of each call.
     source = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    dtype = draw(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
-    prefix, segment = (
-        draw(st.sampled_from([PREFIX, ""])),
-        draw(st.sampled_from(["", ".a", ".lora"])),
-    )
-    wrapper = draw(WRAPPERS)
+    dtype, prefix, segment, wrapper, as_bin = draw(SPELLINGS)
     spelt = {path: wrapper + path.removeprefix("model.") for path in paths}
     if any(resolved(config, path) != resolved(config, other) for path, other in spelt.items()):
         spelt = {path: path for path in paths}
@@ -99,7 +105,7 @@ def right_folders(draw: st.DrawFn, folder: Path) -> list[str]:
             numbers = torch.randn(shape, generator=source)
             tensors[f"{prefix}{name}.{part}"] = numbers.to(dtype)
     (folder / hp.CONFIG).write_text(json.dumps(config))
-    write_tensors(folder, tensors, as_bin=draw(st.booleans()))
+    write_tensors(folder, tensors, as_bin=as_bin)
     return paths
 
 
@@ -224,6 +230,27 @@ def _base_copy(draw: st.DrawFn, folder: Path) -> None:
     _rewrite(folder, read_tensors(folder) | {name: tensor})
 
 
+def _flag(draw: st.DrawFn, folder: Path) -> None:
+    """Switch DoRA or biases, which the tensors then contradict."""
+    key = draw(st.sampled_from(["use_dora", "lora_bias"]))
+    keys = json.loads((folder / hp.CONFIG).read_text())
+    hp.edit_config(folder, **{key: not keys.get(key)})
+
+
+def _wrapper(draw: st.DrawFn, folder: Path) -> None:
+    """All names under another path to the layers, and a pattern that may tell it from the old."""
+    if draw(st.booleans()):
+        key = draw(st.sampled_from(["^model.layers.*", "model.layers.[01].*", ".*language_.*"]))
+        hp.edit_config(folder, alpha_pattern={key: draw(ALPHAS)})
+    wrapper = draw(st.sampled_from([*WRAPPERS, "vision_tower.", "layers.0."]))
+    tensors = read_tensors(folder)
+    moved = {
+        f"{PREFIX}{wrapper}layers.{name.rpartition('layers.')[2]}": tensor
+        for name, tensor in tensors.items()
+    }
+    _rewrite(folder, moved)
+
+
 def _rewrite(folder: Path, tensors: hp.Tensors) -> None:
     as_bin = not (folder / hp.WEIGHTS).exists()
     for name in (hp.WEIGHTS, BIN):
@@ -239,4 +266,13 @@ WORDS = st.text(max_size=3) | st.sampled_from(
         *("weight", "bias", "lora_magnitude_vector", "base_layer", "language_model", ""),
     )
 )
-_CHANGES = [_config_value, _name, _name, _tensor, _pattern, _base_copy]
+_CHANGES = [
+    _config_value,
+    _name,
+    _name,
+    _tensor,
+    _pattern,
+    _base_copy,
+    _flag,
+    _wrapper,
+]

@@ -41,7 +41,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed but"),
 ]
 
-PLACE = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+?)\.lora_(A|B|magnitude_vector)(.*)")
+PLACE = re.compile(
+    r"(?:(?P<before>.*)\.)?layers\.(?P<layer>\d+)\.(?P<module>.+?)"
+    r"\.lora_(?P<part>A|B|magnitude_vector)(?P<end>.*)"
+)
+# What may stand before the layers of the decoder; the examples have other words too.
+WRAPPERS = {"base_model", "model", "language_model"}
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +79,11 @@ def assert_equals_peft(adapter: Adapter, folder: Path) -> None:
             continue  # applied or not, the result is the same: that is checked below
         place = PLACE.fullmatch(name)
         assert place is not None, name
-        path = f"model.layers.{place[1]}.{place[2]}"
-        end = {"A": "lora_A.weight", "magnitude_vector": "lora_magnitude_vector"}.get(place[3])
-        end = end or ("lora_B.bias" if place[4].endswith("bias") else "lora_B.weight")
+        assert set((place["before"] or "model").split(".")) <= WRAPPERS, name
+        path = f"model.layers.{place['layer']}.{place['module']}"
+        ends = {"A": "lora_A.weight", "magnitude_vector": "lora_magnitude_vector"}
+        end = ends.get(place["part"])
+        end = end or ("lora_B.bias" if place["end"].endswith("bias") else "lora_B.weight")
         named[f"{fuzz.PREFIX}{path}.{end}"] = tensor.float()
         paths.add(path)
     config = json.loads((folder / hp.CONFIG).read_text())
