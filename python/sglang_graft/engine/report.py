@@ -60,6 +60,7 @@ def pool_report(cache: GraftPrefixCache) -> dict[str, Any]:
         "page_tokens": cache.pool.layout.page_tokens,
         "invalid_kv_pages": cache.tree.invalid_kv_pages(),
         "adapter_bytes_loaded": residency.copied_bytes,
+        "adapter_host_bytes": residency.host_bytes(),
         "policy": cache.tree.policy.name,
         "base": _node_report(cache.tree.base),
         "adapters": [_adapter_report(cache, known) for known in residency.known()],

@@ -145,6 +145,12 @@ class Residency:
         known = self._retired[adapter_id]
         return 0 if self._is_shared(known) else len(known.node.pages) + known.node.kv_pages
 
+    def host_bytes(self) -> int:
+        """Bytes of the host images of every registration, each image once."""
+        places = (*self._known.values(), *self._retired.values(), *self._leaving.values())
+        images = {id(known.image): known.image for known in places}
+        return sum(image.pages.numel() for image in images.values())
+
     def known(self) -> list[KnownAdapter]:
         """Every registration that a name leads to, in order."""
         return list(self._known.values())
