@@ -48,6 +48,7 @@ class Stream:
     def __init__(self, server: Server, request: Request, **more: Any) -> None:
         self.request = request
         self.tokens: list[int] = []
+        self.status_code = 0
         self.error: dict[str, Any] | None = None
         self._server = server
         self._body = request.body() | {"stream": True} | more
@@ -57,7 +58,7 @@ class Stream:
 
     def started(self, tokens: int = 1) -> "Stream":
         """Wait until this many tokens have come."""
-        wait_until(lambda: len(self.tokens) >= tokens or not self._thread.is_alive())
+        wait_until(lambda: len(self.tokens) >= tokens or not self.is_running())
         assert len(self.tokens) >= tokens, self.error
         return self
 
@@ -66,20 +67,31 @@ class Stream:
         self._leave.set()
         self._thread.join()
 
+    def is_running(self) -> bool:
+        """Whether the answer has not ended."""
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for the end, whatever it is."""
+        self._thread.join()
+
     def result(self) -> dict[str, Any]:
         """Wait for the end; an answer like that of `Server.ask`."""
-        self._thread.join()
+        self.join()
         assert self.error is None, self.error
         return {"output_ids": list(self.tokens)}
 
     def _run(self) -> None:
         url = self._server.url + "/generate"
         with self._server.client.stream("POST", url, json=self._body) as response:
+            self.status_code = response.status_code
             for line in response.iter_lines():
                 text = line.removeprefix("data: ")
                 if text.startswith("{"):
                     event = json.loads(text)
                     self.error = event.get("error")
+                    if self.error is not None:
+                        self.status_code = self.error["code"]
                     self.tokens = event.get("output_ids", self.tokens)
                 if self._leave.is_set():
                     return

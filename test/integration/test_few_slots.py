@@ -155,7 +155,7 @@ def test_c100_c101_no_request_passes_one_that_waits_for_a_slot(
     everyone = {f"run {s.request.adapter}": s for s in running}
     everyone |= {f"wait {i}": s for i, s in enumerate(queue)}
     while len(ended) < len(everyone):
-        ended += [n for n, s in everyone.items() if n not in ended and not s._thread.is_alive()]
+        ended += [n for n, s in everyone.items() if n not in ended and not s.is_running()]
     check(truth, [s.request for s in everyone.values()], [s.result() for s in everyone.values()])
     assert ended[0] == "run a", "until then the first in line waits, and everybody behind it"
     assert ended[-1] == "run b"

@@ -268,7 +268,7 @@ def test_c71_tokens_flow_while_a_large_adapter_is_read(
     folder = tiny_adapters.save(tmp_path / "large", lora, seed=4)
     running = Stream(server, Request("a", SHORT, 1500)).started(20)
     gained = 0
-    while running._thread.is_alive() and gained < 3:
+    while running.is_running() and gained < 3:
         before = len(running.tokens)
         server.load("large", folder)
         gained = max(gained, len(running.tokens) - before)
@@ -326,7 +326,11 @@ def test_c136_the_list_is_exact(server: Server, folders: dict[str, Path]) -> Non
         return {card["id"]: card["parent"] for card in server.get("/v1/models").json()["data"]}
 
     assert listed() == {BASE: None} | dict.fromkeys(NAMES, BASE)
+    card = server.get("/v1/models/b").json()
+    assert (card["id"], card["parent"]) == ("b", BASE)
+    assert server.get(f"/v1/models/{BASE}").json()["id"] == BASE
     unloaded(server, "b")
+    assert server.get("/v1/models/b").status_code == NOT_FOUND
     assert listed() == {BASE: None, "a": BASE, "c": BASE}
     server.replace("a", folders["d"])
     assert listed() == {BASE: None, "a": BASE, "c": BASE}

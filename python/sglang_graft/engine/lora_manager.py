@@ -15,6 +15,7 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import LoRAType
@@ -131,6 +132,9 @@ class GraftLoRAManager(LoRAManager):
 
     def read(self, ref: LoRARef) -> ReadAdapter:
         """Read and pack the adapter's folder. Raises READ_ERRORS. Any thread may call it."""
+        if self.device.type == "cuda":
+            # A thread begins with device 0; pinning memory would make a context there.
+            torch.cuda.set_device(self.device)
         adapter = read_adapter(Path(ref.lora_path), self.spec)
         for warning in adapter.warnings:
             logger.warning("Adapter %s: %s", ref.lora_name, warning)

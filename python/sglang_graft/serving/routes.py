@@ -21,6 +21,7 @@ from sglang_graft.serving.registry import in_flight
 
 router = APIRouter(prefix="/graft", tags=["graft"])
 LOAD_PATH = "/load_lora_adapter"
+MODEL_PATH = "/v1/models/{model:path}"
 
 
 @router.get("/pool")
@@ -63,11 +64,27 @@ async def load_lora_adapter(obj: Annotated[LoadInput, Body()]) -> JSONResponse:
     return JSONResponse(msgspec_to_builtins(result), status_code=status)
 
 
-def replace_load_route(app: Any) -> None:
-    """Put our route in the place of SGLang's, whose body drops fields that it does not know."""
+@auth_level(AuthLevel.NORMAL)
+async def retrieve_model(model: str) -> Any:
+    """One model as `/v1/models` lists it. SGLang's route knows the base model only."""
+    from sglang.srt.entrypoints import http_server
+
+    models = await http_server.available_models()
+    card = next((card for card in models.data if card.id == model), None)
+    return await http_server.retrieve_model(model) if card is None else card
+
+
+def replace_routes(app: Any) -> None:
+    """Put our routes in the places of SGLang's."""
+    ours = {
+        # SGLang's body drops fields that it does not know.
+        LOAD_PATH: APIRoute(LOAD_PATH, load_lora_adapter, methods=["POST"]),
+        MODEL_PATH: APIRoute(MODEL_PATH, retrieve_model, methods=["GET"]),
+    }
     routes = app.router.routes
-    (place,) = [i for i, route in enumerate(routes) if getattr(route, "path", None) == LOAD_PATH]
-    routes[place] = APIRoute(LOAD_PATH, load_lora_adapter, methods=["POST"])
+    for path, route in ours.items():
+        (place,) = [i for i, stock in enumerate(routes) if getattr(stock, "path", None) == path]
+        routes[place] = route
 
 
 def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
@@ -79,7 +96,7 @@ def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
         if (reason := names.reserved(ref.lora_name, base)) is not None:
             raise ValueError(reason)
     names.serve_over_http()
-    replace_load_route(http_server.app)
+    replace_routes(http_server.app)
     http_server.app.include_router(router)
     http_server.app.add_middleware(
         ModelGuard, manager=lambda: http_server._global_state.tokenizer_manager

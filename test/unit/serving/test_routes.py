@@ -1,4 +1,4 @@
-"""Our load route stands in the place of SGLang's, with the same protection."""
+"""Our routes stand in the place of SGLang's, with the same protection."""
 
 from typing import Any
 
@@ -23,13 +23,14 @@ def test_the_route_takes_load_inplace(monkeypatch: pytest.MonkeyPatch) -> None:
 
     app = FastAPI()
 
+    @app.get(routes.MODEL_PATH)
     @app.post(routes.LOAD_PATH)
     async def stock() -> None:
         raise AssertionError("SGLang's own route was asked")
 
     state = type("State", (), {"tokenizer_manager": Manager()})
     monkeypatch.setattr(http_server, "_global_state", state)
-    routes.replace_load_route(app)
+    routes.replace_routes(app)
     client = TestClient(app)
     body = {"lora_name": "legal", "lora_path": "here", "load_inplace": True, "unknown": 1}
     response = client.post(routes.LOAD_PATH, json=body)
