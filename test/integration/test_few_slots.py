@@ -17,7 +17,7 @@ pytestmark = pytest.mark.server
 SLOTS = 2
 POOL_PAGES = 120
 PAGE = 16
-RANKS = {"a": 8, "b": 12, "c": 16, "d": 8, "e": 16, "f": 12, "g": 8, "h": 24}
+RANKS = {"A": 8, "B": 12, "C": 16, "D": 8, "E": 16, "F": 12, "G": 8, "H": 24}
 MIXED = {f"m{i}": 64 if i % 5 == 4 else 8 for i in range(15)}
 SMALL = {f"s{i}": 1 for i in range(60)}
 SHORT = tiny_model.prompt(40, seed=2)
@@ -80,7 +80,7 @@ def test_c136_a_started_server_lists_what_it_was_given(server: Server) -> None:
 def test_c52_a_running_request_keeps_its_weights(
     server: Server, truth: Reference, folders: dict[str, Path]
 ) -> None:
-    requests = [Request(name, SHORT, 400) for name in ("a", "b")]
+    requests = [Request(name, SHORT, 400) for name in ("A", "B")]
     streams = [Stream(server, request).started() for request in requests]
     others = []
     for name in ("m0", "m1", "m2"):
@@ -98,7 +98,7 @@ def test_c70_more_adapters_than_slots_are_all_served(server: Server, truth: Refe
 
 def test_c80_fast_alternation_on_one_prefix(server: Server, truth: Reference) -> None:
     prompt = tiny_model.prompt(200, seed=8)
-    requests = [Request(name, prompt, 8) for name in ("c", "e")] * 50
+    requests = [Request(name, prompt, 8) for name in ("C", "E")] * 50
     check(truth, requests, [server.ask(request) for request in requests])
     check(truth, requests, server.ask_all(requests, 4))
 
@@ -136,7 +136,7 @@ def test_c94_an_adapter_larger_than_the_pool_is_refused_and_others_served(
     response = server.load("huge", folders["huge"])
     assert response.status_code == BAD_REQUEST
     assert f"the whole pool has {POOL_PAGES}" in response.text
-    requests = [Request(name, SHORT) for name in (None, "a")]
+    requests = [Request(name, SHORT) for name in (None, "A")]
     check(truth, requests, server.ask_all(requests, 2))
 
 
@@ -144,21 +144,21 @@ def test_c100_c101_no_request_passes_one_that_waits_for_a_slot(
     server: Server, truth: Reference
 ) -> None:
     ended: list[str] = []
-    running = [Stream(server, Request(n, SHORT, new)) for n, new in (("a", 400), ("b", 700))]
+    running = [Stream(server, Request(n, SHORT, new)) for n, new in (("A", 400), ("B", 700))]
     for stream in running:
         stream.started()
-    queue = [Stream(server, Request("c", SHORT, 2))]
-    wait_until(lambda: server.requests()["adapters"]["c"] == 1)
+    queue = [Stream(server, Request("C", SHORT, 2))]
+    wait_until(lambda: server.requests()["adapters"]["C"] == 1)
     for seed in range(6):  # all of them could start at once: their adapter has its slot
-        queue.append(Stream(server, Request("b", tiny_model.prompt(20, seed), 2)))
-    wait_until(lambda: server.requests()["adapters"]["b"] == 7)
+        queue.append(Stream(server, Request("B", tiny_model.prompt(20, seed), 2)))
+    wait_until(lambda: server.requests()["adapters"]["B"] == 7)
     everyone = {f"run {s.request.adapter}": s for s in running}
     everyone |= {f"wait {i}": s for i, s in enumerate(queue)}
     while len(ended) < len(everyone):
         ended += [n for n, s in everyone.items() if n not in ended and not s.is_running()]
     check(truth, [s.request for s in everyone.values()], [s.result() for s in everyone.values()])
-    assert ended[0] == "run a", "until then the first in line waits, and everybody behind it"
-    assert ended[-1] == "run b"
+    assert ended[0] == "run A", "until then the first in line waits, and everybody behind it"
+    assert ended[-1] == "run B"
 
 
 def pinned(server: Server) -> set[str]:
@@ -196,7 +196,7 @@ def test_a_pinned_adapter_is_never_evicted(
 def test_pins_leave_room_for_the_largest_adapter_and_a_request(
     server: Server, truth: Reference, folders: dict[str, Path]
 ) -> None:
-    largest = server.adapter("h")["weight_pages"]
+    largest = server.adapter("H")["weight_pages"]
     taken = 0
     for name in (f"m{i}" for i in range(15) if MIXED[f"m{i}"] == 8):
         response = server.load(name, folders[name], pinned=True)
@@ -266,7 +266,7 @@ def test_requests_of_replaced_adapters_take_turns_too(
 ) -> None:
     streams = []
     versions = []
-    for name, version in itertools.product(("a", "b"), ("c", "e", "f")):
+    for name, version in itertools.product(("A", "B"), ("C", "E", "F")):
         server.replace(name, folders[version])
         request = Request(name, tiny_model.prompt(60, seed=len(streams)), 40)
         streams.append(Stream(server, request))
@@ -276,8 +276,8 @@ def test_requests_of_replaced_adapters_take_turns_too(
         Request(version, stream.request.prompt, 40)
         for version, stream in zip(versions, streams, strict=True)
     ]
-    with asking(server, [Request("g", SHORT)]) as answers:
+    with asking(server, [Request("G", SHORT)]) as answers:
         check(truth, wanted, [stream.result() for stream in streams])
-    check(truth, [Request("g", SHORT)], [answer.result() for answer in answers])
-    server.replace("a", folders["a"])
-    server.replace("b", folders["b"])
+    check(truth, [Request("G", SHORT)], [answer.result() for answer in answers])
+    server.replace("A", folders["A"])
+    server.replace("B", folders["B"])
