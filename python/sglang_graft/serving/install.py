@@ -3,12 +3,12 @@
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_graft.engine.hooks import register, verify
-from sglang_graft.serving import load, names, registry, routes, token_ids, unload
+from sglang_graft.serving import load, names, registry, request_checks, routes, unload
 
 HOOKS = (
     *registry.HOOKS,
     *names.HOOKS,
-    *token_ids.HOOKS,
+    *request_checks.HOOKS,
     *routes.HOOKS,
     *load.HOOKS,
     *unload.HOOKS,
