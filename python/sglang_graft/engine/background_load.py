@@ -22,7 +22,6 @@ from sglang_graft.engine import pinning
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.lora_manager import READ_ERRORS, GraftLoRAManager, ReadAdapter
 
-
 # Seconds for which a thread may keep Python's lock while another one wants it. The scheduler's loop
 # never rests, and reading takes many short steps: by Python's 5 ms each step would wait that long.
 SWITCH_SECONDS = 0.0005
