@@ -154,6 +154,7 @@ class GraftPrefixCache(BasePrefixCache):
         self.pool.ledger.give(own[handed:], Owner.KV_RUNNING)
         if req.last_node is not None:
             self.tree.unlock(req.last_node)
+            self.residency.purge()
         self._checked()
 
     # ---- locks, eviction, counters

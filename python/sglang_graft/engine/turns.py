@@ -23,7 +23,12 @@ def begin_pass(self: Any, prefill_delayer_single_pass: Any, running_batch: Any) 
 def in_turn(
     original: Callable[..., bool], self: Any, req: Any, running_loras: set[str | None]
 ) -> bool:
-    """SGLang's `_can_schedule_lora_req`, and no for all that follow one that it refused."""
+    """SGLang's `_can_schedule_lora_req`, and no for all that follow one that it refused.
+
+    `--lora-drain-wait-threshold` is SGLang's own way to be fair: it refuses some for others' sake.
+    """
+    if self.lora_drainer is not None:
+        return original(self, req, running_loras)
     cache = self.tree_cache
     if not cache.waits_for_slot:
         cache.waits_for_slot = not original(self, req, running_loras)

@@ -134,7 +134,7 @@ class Residency:
         if adapter_id in self._known:
             self.pins.give(adapter_id)
         found = self._known.pop(adapter_id, None) or self._retired.pop(adapter_id)
-        self._purge()
+        self.purge()
         freed = 0 if self._is_shared(found, or_retired=True) else self.tree.drop(found.node)
         if found.node.lock:
             self._leaving[adapter_id] = found
@@ -193,8 +193,7 @@ class Residency:
         All of them must have been promoted and be locked by the batch's requests.
         """
         self._clock += 1
-        if self._leaving:
-            self._purge()
+        self.purge()
         wanted = sorted({i for i in adapter_ids if i is not None})
         found = {i: self._registered(i) for i in wanted}
         slots: dict[str | None, int] = {None: BASE_SLOT}
@@ -254,8 +253,10 @@ class Residency:
                 ' it with "pinned": false, unload another pinned one, or raise --max-total-tokens'
             )
 
-    def _purge(self) -> None:
-        self._leaving = {i: known for i, known in self._leaving.items() if known.node.lock}
+    def purge(self) -> None:
+        """Let go of removed registrations whose last request has ended, and of their images."""
+        if self._leaving:
+            self._leaving = {i: known for i, known in self._leaving.items() if known.node.lock}
 
     def _copy(self, known: KnownAdapter) -> None:
         node = known.node
