@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import tiny_adapters
-from harness import Request, Server, wait_until
+from harness import Request, Server, tail, wait_until
 from reference import Reference, difference
 
 OK, BAD_REQUEST, NOT_FOUND = 200, 400, 404
@@ -107,7 +107,8 @@ def asking(server: Server, requests: Sequence[Request]) -> Iterator[list["Future
 def scheduler_memory(server: Server) -> int:
     """Resident bytes of the scheduler process."""
     children = psutil.Process(server.pid).children(recursive=True)
-    (scheduler,) = [p for p in children if "sglang::scheduler" in " ".join(p.cmdline())]
+    (scheduler,) = [p for p in children if p.name().startswith("sglang::schedul")]
+    assert scheduler.status() != psutil.STATUS_ZOMBIE, tail(server.log)
     return int(scheduler.memory_info().rss)
 
 

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import random
+import shutil
 import statistics
 import tempfile
 import threading
@@ -112,8 +113,8 @@ class Client:
             self.soak.count(kind.__name__)
             try:
                 kind(request)
-            except httpx.TimeoutException:
-                self.soak.problem(f"{kind.__name__} of {name} is stuck")
+            except httpx.TransportError as error:
+                self.soak.problem(f"{kind.__name__} of {name}: {error!r}")
 
     def plain(self, request: Request) -> None:
         self.post(request, request.body(), 1)
@@ -209,8 +210,8 @@ class Controller:
             with state.lock:
                 try:
                     self.step(name, state)
-                except httpx.TimeoutException:
-                    self.soak.problem(f"an operation on {name} is stuck")
+                except httpx.TransportError as error:
+                    self.soak.problem(f"an operation on {name}: {error!r}")
             time.sleep(self.source.random() * 0.3)
 
     def step(self, name: str, state: Name) -> None:
@@ -339,9 +340,12 @@ def run(seconds: float, seed: int, folder: Path) -> dict[str, Any]:
         threads = [threading.Thread(target=target) for target in work]
         for thread in threads:
             thread.start()
-        watch(soak)
-        for thread in threads:
-            thread.join()
+        try:
+            watch(soak)
+        finally:
+            soak.end = 0  # the clients stop too when the server has died
+            for thread in threads:
+                thread.join()
         check_end(soak, start)
     memory = memory_report(soak.memory)
     if memory["ratio"] > FLAT:
@@ -362,8 +366,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        report = run(given.minutes * 60, given.seed, Path(folder))
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    report = run(given.minutes * 60, given.seed, folder)
+    if report["problems"]:
+        print(f"log of the server: {folder / 'server' / 'server.log'}")
+    else:
+        shutil.rmtree(folder)
     print(json.dumps(report))
     return bool(report["problems"])
 
