@@ -1,5 +1,6 @@
 """What transformers and PEFT answer in float32, greedily: the truth of the integration tests."""
 
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ class Reference:
     """Greedy answers of the base model and its adapters, each computed once."""
 
     def __init__(self, base: torch.nn.Module, adapters: dict[str, Path]) -> None:
+        self._lock = threading.Lock()  # one adapter at a time is the model's
         self._answers: dict[tuple[str | None, tuple[int, ...]], Answer] = {}
         (first, folder), *rest = adapters.items()
         with quiet():
@@ -47,15 +49,16 @@ class Reference:
     def answer(self, adapter: str | None, prompt: tuple[int, ...], new_tokens: int) -> Answer:
         """The next `new_tokens` tokens behind `prompt`; `adapter` None is the base model."""
         key = (adapter, prompt)
-        known = self._answers.get(key)
-        if known is None or len(known.tokens) < new_tokens:
-            known = self._answers[key] = self._compute(adapter, prompt, new_tokens)
+        with self._lock:
+            known = self._answers.get(key)
+            if known is None or len(known.tokens) < new_tokens:
+                known = self._answers[key] = self._compute(adapter, prompt, new_tokens)
         cut = slice(new_tokens)
         return Answer(known.tokens[cut], known.margins[cut], known.logprobs[cut])
 
     def prompt_logprobs(self, adapter: str | None, prompt: tuple[int, ...]) -> list[float]:
         """Log-probability of each token of `prompt` but the first, given those before it."""
-        with torch.inference_mode(), self._as(adapter):
+        with self._lock, torch.inference_mode(), self._as(adapter):
             logits = self._model(input_ids=torch.tensor([prompt])).logits[0, :-1].float()
         following = torch.tensor(prompt[1:])[:, None]
         found: list[float] = logits.log_softmax(-1).gather(1, following)[:, 0].tolist()

@@ -11,6 +11,7 @@ from sglang_graft import config
 from sglang_graft.engine import (
     admission,
     allocator,
+    background_load,
     bind,
     graphs,
     kv_pool,
@@ -19,6 +20,7 @@ from sglang_graft.engine import (
     page_table,
     prefix_cache,
     report,
+    turns,
 )
 from sglang_graft.engine.hooks import register, verify
 from sglang_graft.engine.pool import get_pool
@@ -32,7 +34,9 @@ HOOKS = (
     *bind.HOOKS,
     *graphs.HOOKS,
     *page_table.HOOKS,
+    *background_load.HOOKS,
     *admission.HOOKS,
+    *turns.HOOKS,
     *report.HOOKS,
 )
 

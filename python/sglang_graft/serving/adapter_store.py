@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput
+from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
 from sglang_graft import config
 from sglang_graft.adapters import AdapterError, LinearSpec, ModelSpec
 from sglang_graft.adapters.headers import Limits, check_headers
 from sglang_graft.adapters.location import check_size
 from sglang_graft.engine.report import MODEL_KEY
+from sglang_graft.serving.load_input import LoadInput
 from sglang_graft.serving.on_demand import OnDemand
 
 _ATTRIBUTE = "_graft_on_demand"
@@ -32,19 +33,27 @@ class ManagerStore:
 
     async def load(self, name: str, path: Path) -> str | None:
         """Load `path` under the free name."""
-        request = LoadLoRAAdapterReqInput(lora_name=name, lora_path=str(path))
+        return await self._load(LoadInput(lora_name=name, lora_path=str(path)), path)
+
+    async def _load(self, request: LoadInput, path: Path) -> str | None:
+        name = request.lora_name
         error = _error(await self.manager.load_lora_adapter(request))
         # It goes to clients, who are not told where folders lie.
         return error and error.replace(f"{path}/", "").replace(str(path), name)
 
     async def unload(self, name: str) -> str | None:
-        """Unload, once the requests under way have ended."""
+        """Unload; requests under way end on the old weights."""
         request = UnloadLoRAAdapterReqInput(lora_name=name)
         return _error(await self.manager.unload_lora_adapter(request))
 
     async def replace(self, name: str, path: Path) -> str | None:
-        """Unload, then load: the caller keeps requests away in between."""
-        return await self.unload(name) or await self.load(name, path)
+        """New weights in one step. When they cannot be read the name is free: a folder that holds
+        something else by now is not served by what it held before."""
+        request = LoadInput(lora_name=name, lora_path=str(path), load_inplace=True)
+        error = await self._load(request, path)
+        if error is not None:
+            await self.unload(name)
+        return error
 
     async def check(self, path: Path) -> str | None:
         """Headers against the model that the scheduler serves, in a thread."""

@@ -3,13 +3,25 @@
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_graft.engine.hooks import register, verify
-from sglang_graft.serving import load_paths, names, route_table, routes, unload
+from sglang_graft.serving import (
+    load,
+    load_paths,
+    names,
+    registry,
+    request_checks,
+    route_table,
+    routes,
+    unload,
+)
 
 HOOKS = (
-    *load_paths.HOOKS,
+    *registry.HOOKS,
     *names.HOOKS,
+    *request_checks.HOOKS,
     *route_table.HOOKS,
     *routes.HOOKS,
+    *load.HOOKS,
+    *load_paths.HOOKS,
     *unload.HOOKS,
 )
 _installed: list[bool] = []

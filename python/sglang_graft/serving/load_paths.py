@@ -1,8 +1,9 @@
 """What clients may load: folders below the roots, under names that mean nothing else.
 
-Targets (0.5.17): `TokenizerControlMixin.load_lora_adapter` and `.load_lora_adapter_from_tensors`.
-Reasons: SGLang reads whatever path a client names; and its scheduler unpickles tensors that a
-client sends before anybody asks whether adapters from tensors are supported.
+SGLang reads whatever path a client names; `load.py`, which loads, asks here first.
+
+Target (0.5.17): `TokenizerControlMixin.load_lora_adapter_from_tensors`. Reason: SGLang's scheduler
+unpickles tensors that a client sends before anybody asks whether they are supported.
 """
 
 import asyncio
@@ -22,21 +23,26 @@ from sglang_graft.serving.adapter_store import base_names, on_demand
 Original = Callable[..., Awaitable[Any]]
 
 
-async def load(original: Original, self: Any, obj: Any, request: Any = None) -> Any:
-    """AROUND `load_lora_adapter`. Without an HTTP request the operator's own program asks."""
+async def checked(
+    load: Callable[[Any], Awaitable[Any]], manager: Any, obj: Any, request: Any
+) -> Any:
+    """What `load` makes of `obj`, if a client may load that.
+
+    Without an HTTP request the operator's own program asks, and may load anything.
+    """
     if request is None:
-        return await original(self, obj)
-    problem = given_problem(obj.lora_name, base_names(self))
+        return await load(obj)
+    problem = given_problem(obj.lora_name, base_names(manager))
     if problem is not None:
         return _failed(f"lora_name: {problem}")
     try:
-        path, before = await asyncio.to_thread(_look, obj.lora_path, on_demand(self).roots)
+        path, before = await asyncio.to_thread(_look, obj.lora_path, on_demand(manager).roots)
     except AdapterError as error:
         return _failed(str(error))
     obj.lora_path = str(path)
-    result = await original(self, obj, request)
+    result = await load(obj)
     if result.success and await asyncio.to_thread(signature, path) != before:
-        await self.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=obj.lora_name))
+        await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=obj.lora_name))
         return _failed(f"{path}: the folder changed while it was read; try again")
     return result
 
@@ -67,13 +73,6 @@ def _failed(message: str) -> LoRAUpdateOutput:
 _MIXIN = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 
 HOOKS = (
-    Hook(
-        target=f"{_MIXIN}.load_lora_adapter",
-        kind="around",
-        function=load,
-        parameters=("self", "obj", "_"),
-        reason="clients load only what they may",
-    ),
     Hook(
         target=f"{_MIXIN}.load_lora_adapter_from_tensors",
         kind="around",

@@ -4,16 +4,23 @@ Target (0.5.17): BEFORE `http_server._setup_and_run_http_server`. Reason: SGLang
 exists then and has not started to serve.
 """
 
-from typing import Any
+from http import HTTPStatus
+from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException
+from fastapi import APIRouter, Body, HTTPException, Request
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
+from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.serving import names
 from sglang_graft.serving.guard import ModelGuard
+from sglang_graft.serving.load_input import LoadInput
+from sglang_graft.serving.registry import in_flight
 
 router = APIRouter(prefix="/graft", tags=["graft"])
+LOAD_PATH = "/load_lora_adapter"
 
 
 @router.get("/pool")
@@ -30,13 +37,52 @@ async def pool() -> dict[str, Any]:
     return report
 
 
+@router.get("/requests")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def requests() -> dict[str, Any]:
+    """Requests under way: all, by adapter name, and of adapters that have lost their name."""
+    from sglang.srt.entrypoints import http_server
+
+    manager = http_server._global_state.tokenizer_manager
+    registry, counts = manager.lora_registry, in_flight(manager)
+    named = {name: counts[ref.lora_id] for name, ref in registry.get_all_adapters().items()}
+    gone = [
+        {"name": ref.lora_name, "id": i, "requests": counts[i]}
+        for i, ref in registry.retired.items()
+    ]
+    return {"total": len(manager.rid_to_state), "adapters": named, "retired": gone}
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def load_lora_adapter(obj: Annotated[LoadInput, Body()], request: Request) -> JSONResponse:
+    """Load an adapter, or replace one in place. SGLang's route, with `load_inplace` in the body."""
+    from sglang.srt.entrypoints import http_server
+
+    result = await http_server._global_state.tokenizer_manager.load_lora_adapter(obj, request)
+    status = HTTPStatus.OK if result.success else HTTPStatus.BAD_REQUEST
+    return JSONResponse(msgspec_to_builtins(result), status_code=status)
+
+
+def replace_route(app: Any) -> None:
+    """Put our route in the place of SGLang's."""
+    routes = app.router.routes
+    (place,) = [i for i, stock in enumerate(routes) if getattr(stock, "path", None) == LOAD_PATH]
+    # SGLang's body drops fields that it does not know.
+    routes[place] = APIRoute(LOAD_PATH, load_lora_adapter, methods=["POST"])
+
+
 def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
-    """BEFORE `_setup_and_run_http_server`."""
+    """BEFORE `_setup_and_run_http_server`. ValueError for adapters that nobody could reach."""
     from sglang.srt.entrypoints import http_server
 
     from sglang_graft.serving import listing
 
+    base = {server_args.served_model_name, server_args.model_path}
+    for ref in server_args.lora_paths or []:
+        if (reason := names.reserved(ref.lora_name, base)) is not None:
+            raise ValueError(reason)
     names.serve_over_http()
+    replace_route(http_server.app)
     http_server.app.include_router(router)
     listing.add_to(http_server.app)
     http_server.app.add_middleware(

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_graft import config
 from sglang_graft.adapters.location import READ_FILES
-from sglang_graft.serving.load_paths import load, refuse_tensors
+from sglang_graft.serving.load_paths import checked, refuse_tensors
 
 CLIENT = object()
 
@@ -26,7 +26,7 @@ class Manager:
         self.unloaded: list[str] = []
         self.touch: Path | None = None
 
-    async def original(self, obj: Any, request: Any = None) -> Any:
+    async def original(self, obj: Any) -> Any:
         self.read.append(obj.lora_path)
         if self.touch is not None:
             self.touch.write_text("changed")
@@ -66,7 +66,7 @@ def with_root(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(manager: Manager, path: object, name: str = "x", request: object = CLIENT) -> Any:
     obj = SimpleNamespace(lora_name=name, lora_path=str(path))
-    return asyncio.run(load(Manager.original, manager, obj, request))
+    return asyncio.run(checked(manager.original, manager, obj, request))
 
 
 @pytest.mark.usefixtures("with_root")
