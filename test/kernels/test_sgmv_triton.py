@@ -7,6 +7,7 @@ launch options (`num_warps`, `num_stages`, `maxnreg`, `launch_pdl`) do, which it
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lora_bench import Bench, make_groups
 
 from graft_kernels.sgmv import device
 from graft_kernels.sgmv.device import DeviceSgmv
-from graft_kernels.sgmv.dispatch import PREFILL_SIZES
+from graft_kernels.sgmv.dispatch import PREFILL_SIZES, Shrink, shrink_config
 from graft_kernels.sgmv.plan import Shape
 from graft_kernels.sgmv.triton_expand import _expand
 from graft_kernels.sgmv.triton_shrink import _shrink
@@ -29,19 +30,20 @@ pytestmark = [
     # The interpreter turns arrays of one element into numbers in a way that numpy will give up.
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
 cuda_only = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 
 DEVICE = "cuda" if CUDA else "cpu"
-DTYPES = [torch.bfloat16, torch.float16, torch.float32] if CUDA else [torch.float32, torch.float16]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32] if CUDA else [torch.float32]
 # Above what one round of all splits takes; outputs of several pieces, and of less than one.
-ODD = (1160, (520, 264, 40))
+ODD = (1160, (520, 264, 40)) if CUDA else (300, (300, 136, 40))
 SIZES = (
     [(4096, (4096, 1024, 1024)), (14336, (4096,)), (4096, (14336, 14336)), ODD] if CUDA else [ODD]
 )
 DECODE_TOKENS, PREFILL_TOKENS = 24, 80
 ARENA_BYTES = 1 << 29 if CUDA else 16 << 20
-RANKS = (1, 8, 15, 16, 17, 40, 64, 65, 130, 256) if CUDA else (1, 8, 16, 17, 64, 70)
+RANKS = (1, 8, 15, 16, 17, 40, 64, 65, 130, 256) if CUDA else (1, 16, 17, 70)
 
 Batch = tuple[list[int], list[int]]
 """Slots and lengths of the requests."""
@@ -49,17 +51,22 @@ Batch = tuple[list[int], list[int]]
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one program after the other."""
+    """The interpreter runs one program after the other, some ten thousand times as slowly."""
     if INTERPRETED:
-        monkeypatch.setattr(device, "DECODE", Shape(block_rows=16, programs=7))
-        monkeypatch.setattr(device, "PREFILL", Shape(block_rows=64, programs=7))
+        monkeypatch.setattr(device, "DECODE", Shape(block_rows=16, programs=6))
+        monkeypatch.setattr(device, "PREFILL", Shape(block_rows=64, programs=6))
+        monkeypatch.setattr(device, "shrink_config", _two_splits)
+
+
+def _two_splits(shape: Shape, tokens: int, features: int, *, overlap: bool) -> Shrink:
+    return replace(shrink_config(shape, tokens, features, overlap=overlap), splits=2)
 
 
 def make_bench(
     dtype: torch.dtype,
     size: tuple[int, tuple[int, ...]] = ODD,
     *,
-    slots: int = 6,
+    slots: int = 6 if CUDA else 4,
     start: int = 0,
 ) -> Bench:
     return Bench(
@@ -159,11 +166,16 @@ def prefill_batch(bench: Bench, lengths: list[int]) -> Batch:
     return torch.randint(0, bench.slots, (len(lengths),)).tolist(), lengths
 
 
+low_too = pytest.mark.parametrize(
+    "dtype",
+    DTYPES if CUDA else [*DTYPES, torch.float16],
+    ids=lambda dtype: str(dtype).split(".")[1],
+)
 both_plans = pytest.mark.parametrize("decode", [True, False], ids=["decode", "prefill"])
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[1])
 
 
-@all_dtypes
+@low_too
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_ranks_and_absent_linears(
@@ -233,12 +245,13 @@ def test_batches_in_turn_leave_nothing_behind(dtype: torch.dtype) -> None:
     bench = make_bench(dtype)
     load_random(bench, RANKS)
     kernels = kernels_of(bench)
-    several, few, base = [1, 2, 3, 4, 5, 1, 2, 0] * 2, [3, 0, 0, 3], [0] * 16
+    last = bench.slots - 1
+    several, few, base = [1, 2, 0, last, 1, 2, last, 1, 0, 2], [last, 0, 0, last], [0] * 10
     for slots, decode in (
         *((several, True), (few, True), (base, True), (few, True), (several, False)),
         *((base, False), (several, True), (few, False)),
     ):
-        check(bench, kernels, (slots, [1] * len(slots)), decode=decode, padding=20 - len(slots))
+        check(bench, kernels, (slots, [1] * len(slots)), decode=decode, padding=12 - len(slots))
 
 
 @both_plans
@@ -286,7 +299,7 @@ def test_nan_in_one_row_changes_no_other(decode: bool) -> None:
     assert torch.equal(bits(good[others]), bits(spoilt[others]))
 
 
-@all_dtypes
+@low_too
 @pytest.mark.parametrize("seed", range(2))
 def test_vectors(dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
@@ -410,6 +423,7 @@ def test_tiles_beyond_4_gib(decode: bool) -> None:
 
 def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A graph of `step`; fails if it allocates or waits for the device."""
+    torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         step()
