@@ -3,10 +3,12 @@
 With TRITON_INTERPRET=1 the contestants that are Triton kernels, SGLang's too, run as well.
 """
 
+import ctypes
 import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "kernels"))
 
+import bench_segment_gemm
 import bench_sgmv
 from contestants import (
     Batch,
@@ -169,3 +172,49 @@ def test_the_table_shows_every_contestant() -> None:
     shown = bench_sgmv.table(rows)
     assert [column.header for column in shown.columns][-3:] == ["graft", "csgmv", "csgmv 128"]
     assert list(shown.columns[-1].cells) == ["-", "2.0 (1.4-2.6) 1.00x"]
+
+
+def at(address: int, rows: int, columns: int, stride: int) -> np.ndarray:
+    """A float32 matrix in memory."""
+    numbers = (ctypes.c_float * ((rows - 1) * stride + columns)).from_address(address)
+    return np.lib.stride_tricks.as_strided(
+        np.frombuffer(numbers, dtype=np.float32), (rows, columns), (4 * stride, 4)
+    )
+
+
+def grouped_gemm(arguments: tuple[torch.Tensor, ...], out: torch.Tensor, transposed: bool) -> None:
+    """What FlashInfer does with its arguments."""
+    for (m, n, k), x, w, y, x_ld, w_ld, y_ld in zip(*(a.tolist() for a in arguments), strict=True):
+        weight = at(w, n, k, w_ld).T if transposed else at(w, k, n, w_ld)
+        at(y, m, n, y_ld)[:] = at(x, m, k, x_ld) @ weight
+
+
+@pytest.mark.parametrize("rank", [16, 48])
+def test_grouped_gemms_of_the_benchmark(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_segment_gemm.flashinfer, "launch", grouped_gemm)
+    projection = Projection("o", 64, (32,))
+    case = bench_segment_gemm.Case(projection, rank, 3, 12)
+    pool = SyntheticPool(
+        (projection,), 2, (rank,) * 3, torch.device("cpu"), torch.float32, max_rank=rank
+    )
+    x, out = torch.zeros(12, 64), torch.zeros(12, 32)
+    who = bench_segment_gemm.Grouped(pool, case, x, out)
+    for step in (who.check, who.both):
+        assert bench_segment_gemm.error_of(pool, case, who, step) < 1e-5
+    if INTERPRETED:
+        monkeypatch.setattr("graft_kernels.sgmv.device.PREFILL", Shape(64, programs=6))
+        ours = bench_segment_gemm.Ours(pool, case, x, out)
+        assert bench_segment_gemm.error_of(pool, case, ours, ours.both) < 1e-5
+
+        def parts(layer: int) -> None:
+            ours.shrink(layer)
+            ours.expand(layer)
+
+        assert bench_segment_gemm.error_of(pool, case, ours, parts) < 1e-5
+
+
+def test_cases_of_the_segment_gemm() -> None:
+    cases = bench_segment_gemm.CASES
+    assert len({case.name for case in cases}) == len(cases)
+    assert set(bench_segment_gemm.QUICK) <= set(cases)
+    assert all(case.batch.tokens == case.rows for case in cases)
