@@ -1,121 +1,14 @@
 """Segmented LoRA against dense float64, from tiles in an arena in which all other bytes are NaN."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from lora_bench import ARENA_BYTES, MAX_RANK, WIDTHS, Bench, K, N, make_groups
 
-from graft_kernels.sgmv import Group, Side, Slice, Vector, Weights, expand, sgmv, shrink
+from graft_kernels.sgmv import Group, Slice, Vector, Weights, expand, sgmv, shrink
 from graft_kernels.sgmv.reference import TileReader
-
-RANK_TILE = 16
-MAX_RANK = 64
-ARENA_BYTES = 4 << 20
-K = 48
-WIDTHS = (40, 24, 24)  # the outputs of q, k and v
-N = sum(WIDTHS)
-
-Deltas = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, float]]
-"""(slot, column) -> A [r, K], B [n, r], scale."""
-Vectors = dict[tuple[int, int], dict[str, torch.Tensor]]
-"""(slot, column) -> "mul" and "add", float32 [n], as far as the adapter has them."""
-
-
-@dataclass
-class Bench:
-    """A stacked projection of three linears, a pointer table of `slots`, and an arena of tiles."""
-
-    slots: int
-    dtype: torch.dtype = torch.float32
-    chunk_features: int = 1 << 20
-    gap: int = 128
-    deltas: Deltas = field(default_factory=dict)
-    vectors: Vectors = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._end = 0
-        self._tiles = 0
-        self.slices: list[Slice] = []
-        for column, width in enumerate(WIDTHS):
-            a, b = self._side(K), self._side(width)
-            mul, add = self._vector(width), self._vector(width)
-            self.slices.append(Slice(a, b, column, sum(WIDTHS[:column]), mul, add))
-        self.weights = Weights(
-            addresses=torch.zeros(self.slots, self._tiles, dtype=torch.int64),
-            ranks=torch.zeros(self.slots, len(WIDTHS), dtype=torch.int32),
-            scales=torch.zeros(self.slots, len(WIDTHS), dtype=torch.float32),
-            arena=torch.full((ARENA_BYTES,), 0xFF, dtype=torch.uint8),
-            dtype=self.dtype,
-        )
-
-    def _side(self, features: int) -> Side:
-        width = min(self.chunk_features, features)
-        side = Side(self._tiles, MAX_RANK // RANK_TILE, -(-features // width), width, features)
-        self._tiles += side.rank_tiles * side.chunks
-        return side
-
-    def _vector(self, features: int) -> Vector:
-        width = min(self.chunk_features, features)
-        vector = Vector(self._tiles, -(-features // width), width, features)
-        self._tiles += vector.chunks
-        return vector
-
-    def load(self, slot: int, column: int, rank: int, *, value: float | None = None) -> None:
-        """Put a random adapter (or one of a single value) of `rank` on one linear of a slot."""
-        a, b = torch.randn(rank, K).to(self.dtype), torch.randn(WIDTHS[column], rank).to(self.dtype)
-        if value is not None:
-            a.fill_(value)
-            b.fill_(value)
-        scale = 2.0 ** (slot - 2)
-        self.deltas[slot, column] = a, b, scale
-        self.weights.ranks[slot, column] = rank
-        self.weights.scales[slot, column] = scale
-        self._store(slot, self.slices[column].a, a)
-        self._store(slot, self.slices[column].b, b.T)
-
-    def load_vector(self, slot: int, column: int, name: str) -> None:
-        """Put a random "mul" or "add" on one linear of a slot."""
-        values = torch.randn(WIDTHS[column]) + 1
-        self.vectors.setdefault((slot, column), {})[name] = values
-        where = getattr(self.slices[column], name)
-        for j, part in enumerate(values.split(where.chunk_features)):
-            self._put(slot, where.first + j, part)
-
-    def _store(self, slot: int, side: Side, matrix: torch.Tensor) -> None:
-        for i, band in enumerate(matrix.split(RANK_TILE)):
-            for j, tile in enumerate(band.split(side.chunk_features, dim=1)):
-                self._put(slot, side.first + i * side.chunks + j, tile)
-
-    def _put(self, slot: int, tile: int, values: torch.Tensor) -> None:
-        data = values.contiguous().view(torch.uint8).reshape(-1)
-        self.weights.arena[self._end : self._end + len(data)] = data
-        self.weights.addresses[slot, tile] = self.weights.arena.data_ptr() + self._end
-        self._end += -(-len(data) // 128) * 128 + self.gap
-
-    def dense(self, x: torch.Tensor, groups: Sequence[Group], out: torch.Tensor) -> torch.Tensor:
-        """The expected result, in the dtype of `x`, from plain matrices."""
-        out = out.clone()
-        for group in groups:
-            for piece in self.slices:
-                if (group.slot, piece.column) in self.deltas:
-                    a, b, scale = self.deltas[group.slot, piece.column]
-                    delta = x[group.rows] @ a.to(x.dtype).T @ b.to(x.dtype).T * scale
-                    columns = slice(piece.out_offset, piece.out_offset + piece.b.features)
-                    out[group.rows, columns] += delta
-                    for name, values in self.vectors.get((group.slot, piece.column), {}).items():
-                        wide = out[group.rows, columns].to(
-                            torch.promote_types(x.dtype, values.dtype)
-                        )
-                        wide = wide * values if name == "mul" else wide + values
-                        out[group.rows, columns] = wide.to(out.dtype)
-        return out
-
-
-def make_groups(slots: Sequence[int]) -> list[Group]:
-    """Groups of row numbers from the slot of each row."""
-    table = torch.tensor(slots, dtype=torch.int64)
-    return [Group(slot, (table == slot).nonzero()[:, 0]) for slot in sorted(set(slots))]
 
 
 def assert_exact(bench: Bench, groups: Sequence[Group], tokens: int) -> None:

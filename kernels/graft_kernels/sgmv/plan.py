@@ -89,7 +89,8 @@ class Plan:
                 f"Plan.fill: wanted one length for each of {len(slots)} slots and at most "
                 f"{self.max_tokens} rows, got {len(lengths)} lengths of {total} rows"
             )
-        order, blocks = _group(np.asarray(slots), np.asarray(lengths), self.shape.block_rows)
+        requests = np.array([slots, lengths], dtype=np.int64)
+        order, blocks = _group(requests[0], requests[1], self.shape.block_rows)
         items = _items(blocks, rank_tiles)
         # Entries that the last batch used and this one does not have to become zero again.
         listed = max(len(items), self._used_items)

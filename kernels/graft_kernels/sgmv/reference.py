@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from graft_kernels import tiles
 from graft_kernels.sgmv.api import Group, Side, Slice, Vector, Weights
 
 
@@ -20,7 +21,6 @@ class TileReader:
         self._addresses = weights.addresses.numpy()
         self._arena = weights.arena
         self._numbers = weights.arena.view(weights.dtype)
-        self._base = weights.arena.data_ptr()
         self._itemsize = weights.dtype.itemsize
         self._rank_tile = weights.rank_tile
 
@@ -49,7 +49,7 @@ class TileReader:
         parts = []
         for chunk, address in enumerate(addresses):
             width = min(vector.chunk_features, vector.features - chunk * vector.chunk_features)
-            parts.append(self._read(numbers, address, width))
+            parts.append(tiles.read(numbers, address, width))
         return _joined(parts)
 
     def _runs(self, side: Side, slot: int, rank: int) -> Iterator[tuple[int, int]]:
@@ -80,17 +80,7 @@ class TileReader:
         return address
 
     def _tile(self, address: int, ranks: int, features: int) -> torch.Tensor:
-        return self._read(self._numbers, address, ranks * features).view(ranks, features)
-
-    def _read(self, numbers: torch.Tensor, address: int, count: int) -> torch.Tensor:
-        """`count` numbers from `address` on; `numbers` is the whole arena in their dtype."""
-        start, remainder = divmod(address - self._base, numbers.itemsize)
-        # A slice out of range would come back short or from the wrong end, without an error.
-        assert start in range(numbers.numel() - count + 1), (
-            f"a tile at {address} is outside of the arena at {self._base}"
-        )
-        assert not remainder, f"a tile at {address} is not aligned to {numbers.itemsize} bytes"
-        return numbers[start : start + count]
+        return tiles.read(self._numbers, address, ranks * features).view(ranks, features)
 
 
 def shrink(
