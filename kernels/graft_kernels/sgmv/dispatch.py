@@ -1,15 +1,20 @@
 """Which launch parameters serve which batch: by its rows alone, so that graphs can keep them.
 
-Measured on an H200 with the projections of an 8B model (benchmark/kernels, results beside it).
-Times are those of all four projections of a layer. What decided:
+Chosen by trials on one H200 with the projections of an 8B model, batch 64 (layers of base GEMM and
+LoRA as one CUDA graph; times are what LoRA adds to the 32 layers' 3.9 ms):
 
-- More splits shorten the chain of loads of a shrinking program, and make `expand` add up more
-  partial sums. With few rows the chain is what costs, with many the sums.
-- Few rows of an adapter: 16-row blocks, the least that a matrix instruction takes; pieces of 256
-  outputs in three stages keep enough bytes of B on their way, and 128 registers let four programs
-  run on each multiprocessor. `programs` are one such wave.
-- Many rows: 64-row blocks read B less often; pieces of 128 outputs keep their sums in registers.
-- FlashInfer's grouped GEMM (`graft_kernels.segment_gemm`) was slower than this at every size.
+- splits of 8 (16 for 14336 inputs): more splits shorten a program's chain of loads, and make
+  `expand` add up more partial sums. With few rows the chain is what costs, with many the sums.
+- Decode: 16-row blocks, the least that a matrix instruction takes; pieces of 256 outputs in three
+  stages keep enough bytes of B on their way, and 128 registers let four programs run on each
+  multiprocessor; `programs` are one such wave. 1, 8 and 32 adapters of rank 16 add 1.2, 1.4 and
+  1.8 ms with overlap, 8 of rank 64 add 2.1 ms.
+- Prefill: 64-row blocks read B less often; pieces of 128 outputs keep their sums in registers.
+  8192 rows of gate_up: 288 us to expand, where reading and writing the output takes 240 us.
+
+Not yet compared in one run with other kernels (`benchmark/kernels/bench_sgmv.py` does), nor with
+FlashInfer's grouped GEMM (`graft_kernels.segment_gemm`, `bench_segment_gemm.py`), which therefore
+no batch is sent to.
 """
 
 from dataclasses import dataclass
