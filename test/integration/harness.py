@@ -63,6 +63,7 @@ class Server:
     log: Path
     flags: tuple[str, ...]
     client: httpx.Client
+    pid: int = 0
 
     def get(self, path: str) -> httpx.Response:
         """GET, whatever the status."""
@@ -103,13 +104,42 @@ class Server:
         with ThreadPoolExecutor(in_flight) as threads:
             return list(threads.map(self.ask, requests))
 
-    def load(self, name: str, folder: Path) -> httpx.Response:
+    def load(self, name: str, folder: Path, **more: Any) -> httpx.Response:
         """Load an adapter; whether it worked is the caller's to look at."""
-        return self.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        body = {"lora_name": name, "lora_path": str(folder), **more}
+        return self.post("/load_lora_adapter", body)
+
+    def replace(self, name: str, folder: Path, **more: Any) -> dict[str, Any]:
+        """Replace an adapter in place, which must succeed; the answer says what that freed."""
+        response = self.load(name, folder, load_inplace=True, **more)
+        assert response.status_code == httpx.codes.OK, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def unload(self, name: str) -> httpx.Response:
         """Unload an adapter."""
         return self.post("/unload_lora_adapter", {"lora_name": name})
+
+    def adapter(self, name: str) -> dict[str, Any]:
+        """One adapter's row in the report of /graft/pool."""
+        row: dict[str, Any] = next(a for a in self.pool()["adapters"] if a["name"] == name)
+        return row
+
+    def requests(self) -> dict[str, Any]:
+        """The report of /graft/requests."""
+        response = self.get("/graft/requests")
+        assert response.status_code == httpx.codes.OK, response.text
+        report: dict[str, Any] = response.json()
+        return report
+
+    def settle(self) -> None:
+        """Wait until no request is left anywhere; then nothing may hold anything."""
+        wait_until(lambda: self.requests()["total"] == 0 and not self.requests()["retired"])
+        wait_until(lambda: self.pool()["pages"]["kv_running"] == 0)
+        pool, requests = self.pool(), self.requests()
+        assert set(requests["adapters"].values()) <= {0}, requests
+        assert all(row["locks"] == 0 for row in (pool["base"], *pool["adapters"])), pool
+        assert not pool["retired"], pool
 
     def flush(self) -> None:
         """Empty the pool; the server must be idle."""
@@ -148,7 +178,7 @@ def serve(
     limits = httpx.Limits(keepalive_expiry=1)
     client = httpx.Client(timeout=ANSWER_SECONDS, limits=limits)
     with running(line, log, env) as process, client:
-        server = Server(f"http://{HOST}:{port}", log, flags, client)
+        server = Server(f"http://{HOST}:{port}", log, flags, client, process.pid)
         _wait_healthy(server, process)
         yield server
     assert "Traceback" not in log.read_text(errors="replace"), tail(log)

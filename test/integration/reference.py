@@ -1,5 +1,6 @@
 """What transformers and PEFT answer in float32, greedily: the truth of the integration tests."""
 
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Reference:
     """Greedy answers of the base model and its adapters, each computed once."""
 
     def __init__(self, base: torch.nn.Module, adapters: dict[str, Path]) -> None:
+        self._lock = threading.Lock()  # one adapter at a time is the model's
         self._answers: dict[tuple[str | None, tuple[int, ...]], Answer] = {}
         (first, folder), *rest = adapters.items()
         self._model = peft.PeftModel.from_pretrained(base, folder, first)
@@ -39,9 +41,10 @@ class Reference:
     def answer(self, adapter: str | None, prompt: tuple[int, ...], new_tokens: int) -> Answer:
         """The next `new_tokens` tokens behind `prompt`; `adapter` None is the base model."""
         key = (adapter, prompt)
-        known = self._answers.get(key)
-        if known is None or len(known.tokens) < new_tokens:
-            known = self._answers[key] = self._compute(adapter, prompt, new_tokens)
+        with self._lock:
+            known = self._answers.get(key)
+            if known is None or len(known.tokens) < new_tokens:
+                known = self._answers[key] = self._compute(adapter, prompt, new_tokens)
         return Answer(known.tokens[:new_tokens], known.margins[:new_tokens])
 
     @torch.inference_mode()

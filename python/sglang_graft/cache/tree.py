@@ -101,6 +101,19 @@ class UnifiedTree(TreePages):
             self.host.release(adapter)
         return self._release(adapter)
 
+    def trim(self, adapter: AdapterNode) -> int:
+        """Free what nobody holds of an adapter: its KV, and its weights when no lock is left.
+
+        A known adapter stays known and can be loaded again. Returns the pages freed.
+        """
+        freed = self._free_below(adapter)
+        if adapter.lock == 0:
+            self._victims.forget(adapter)
+            weights = self._unload(adapter)
+            self._evictable -= weights
+            freed += weights
+        return freed
+
     # ---- prefixes
 
     def match(self, adapter: AdapterNode, tokens: array[int], *, salt: str = "") -> Match:
@@ -292,12 +305,8 @@ class UnifiedTree(TreePages):
         return len(run)
 
     def _release(self, adapter: AdapterNode) -> int:
-        """Free what nobody holds of a dropped adapter, and the adapter too if it is free."""
-        freed = self._free_below(adapter)
+        """Free what nobody holds of a dropped adapter; forget it when that is all."""
+        freed = self.trim(adapter)
         if adapter.lock == 0:
-            self._victims.forget(adapter)
-            weights = self._unload(adapter)
-            self._evictable -= weights
-            freed += weights
             del self._leaving[adapter.serial]
         return freed

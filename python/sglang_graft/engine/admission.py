@@ -1,7 +1,8 @@
 """Admission: a request runs only when its adapter has pages, and its pages fit beside it.
 
 Targets (0.5.17):
-- `Scheduler._can_schedule_lora_req`: ends requests whose adapter was unloaded meanwhile;
+- `Scheduler._can_schedule_lora_req`: ends requests whose adapter was unloaded meanwhile, and lets
+  no request pass one that waits for a slot (see `turns`);
 - `PrefillAdder.add_one_req`: promotes the adapter within the budget that the adder has left, so
   that what was promised to running requests and to this pass's earlier ones stays untouched;
 - `PrefillAdder.preempt_to_schedule`: the adapter's pages count in what preemption has to free;
@@ -17,6 +18,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
 
+from sglang_graft.engine import turns
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.prefix_cache import GraftPrefixCache
 from sglang_graft.tiers import Residency
@@ -30,7 +32,7 @@ def can_schedule(
         message = f"LoRA adapter {req.lora_id} was unloaded before this request could start"
         req.set_finish_with_abort(message)
         _forget_adapter(req)
-    return original(self, req, running_loras)
+    return turns.in_turn(original, self, req, running_loras)
 
 
 def _forget_adapter(req: Any) -> None:
@@ -73,13 +75,14 @@ def fit_into_pool(self: Any, req: Any, is_retracted: bool = False) -> None:
     if node is None:
         return
     size, sampling = self.page_size, req.sampling_params
-    prompt, weights = len(req.origin_input_ids), node.weight_pages * size
+    pinned = cache.residency.pins.pages(without=node)
+    prompt, weights = len(req.origin_input_ids), (node.weight_pages + pinned) * size
     # The adder keeps a page for rounding, and its comparison is strict.
     room = self.max_total_num_tokens - weights - -(-prompt // size) * size - size - 1
     if room < min(sampling.max_new_tokens, 1):
         req.set_finish_with_abort(
             f"The request does not fit into the pool: {prompt} tokens of prompt and"
-            f" {weights} tokens' worth of adapter weights, of"
+            f" {weights} tokens' worth of weights of its own and of pinned adapters, of"
             f" {self.max_total_num_tokens} in all. Use a shorter prompt or a larger pool."
         )
         _forget_adapter(req)

@@ -5,18 +5,32 @@ for every module and copies them padded into per-slot buffers; here they are rea
 at their true ranks and kept in the arena. Wrapping layers and the update protocol stay SGLang's.
 
 SGLang builds the manager before the arena, so adapters named at start wait for `bind`.
+
+A name that is loaded again is replaced: the new registration is complete before the old one
+retires, so a bad file changes nothing. Whether a replacement was asked for is checked where names
+live, in `serving/load`.
 """
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.lora.utils import LoRAType
 
 from graft_kernels.sgmv import Weights
-from sglang_graft.adapters import Adapter, ModelSpec, PointerTable, TileMap, read_adapter
+from sglang_graft.adapters import (
+    Adapter,
+    AdapterImage,
+    ModelSpec,
+    PointerTable,
+    TileMap,
+    pack,
+    read_adapter,
+)
+from sglang_graft.engine.freed import Freed
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.lora_backend import GraftLoRABackend, WeightRef
 from sglang_graft.engine.model_spec import model_spec
@@ -51,6 +65,17 @@ class WeightRefs:
             ref.bind(tile_map)
 
 
+class ReadAdapter(NamedTuple):
+    """An adapter as read, with its packed image once the tile geometry is known."""
+
+    adapter: Adapter
+    image: AdapterImage | None
+
+
+# What a folder can be wrong in; the last two: no host memory left, pinned or not.
+READ_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
+
+
 class GraftLoRAManager(LoRAManager):
     """Reads, registers and activates adapters for one model runner."""
 
@@ -63,7 +88,6 @@ class GraftLoRAManager(LoRAManager):
         """Wrap the model's linears and read the adapters that were named at start."""
         self.max_lora_rank = max_lora_rank
         self.lora_refs: dict[str, LoRARef] = {}
-        self.num_pinned_loras = 0
         self.spec = model_spec(
             self.base_model, target_modules, self.dtype, self.base_hf_config.vocab_size
         )
@@ -73,9 +97,7 @@ class GraftLoRAManager(LoRAManager):
             self.spec, self.max_loras_per_batch, max_lora_rank, self.device
         )
         self.update_lora_info()
-        self._read_at_start: list[tuple[LoRARef, Adapter]] = [
-            (ref, self._read(ref)) for ref in lora_paths or []
-        ]
+        self._read_at_start = [(ref, self.read(ref)) for ref in lora_paths or []]
 
     def bind(self, pool: Pool) -> None:
         """The arena exists: fix the tile geometry and register the adapters read at start."""
@@ -98,17 +120,40 @@ class GraftLoRAManager(LoRAManager):
             arena=pool.arena.buffer,
             dtype=self.spec.dtype,
         )
-        for ref, adapter in self._read_at_start:
-            self._register(ref, adapter)
+        for ref, read in self._read_at_start:
+            self.register(ref, read)
         self._read_at_start = []
 
     def _load_lora_adapter(self, lora_ref: LoRARef) -> Any:
         try:
-            self._register(lora_ref, self._read(lora_ref))
-        except (ValueError, OSError, RuntimeError, MemoryError) as error:
-            # The last two: no host memory left, pinned or not. Nothing was registered.
-            return self.create_lora_update_result(success=False, error_message=str(error))
-        return self.create_lora_update_result(success=True)
+            return self.finish_load(lora_ref, self.read(lora_ref))
+        except READ_ERRORS as error:
+            return self.failed(error)
+
+    def read(self, ref: LoRARef) -> ReadAdapter:
+        """Read and pack the adapter's folder. Raises READ_ERRORS. Any thread may call it."""
+        if self.device.type == "cuda":
+            # A thread begins with device 0; pinning memory would make a context there.
+            torch.cuda.set_device(self.device)
+        adapter = read_adapter(Path(ref.lora_path), self.spec)
+        for warning in adapter.warnings:
+            logger.warning("Adapter %s: %s", ref.lora_name, warning)
+        if not hasattr(self, "residency"):
+            return ReadAdapter(adapter, None)
+        residency = self.residency
+        return ReadAdapter(adapter, pack(adapter, residency.tile_map, pin=residency.pin))
+
+    def finish_load(self, ref: LoRARef, read: ReadAdapter) -> Any:
+        """Register what was read, in place of an adapter of the same name; SGLang's answer."""
+        try:
+            freed = self.register(ref, read)
+        except READ_ERRORS as error:
+            return self.failed(error)
+        return self.create_lora_update_result(success=True, error_message=freed.to_text())
+
+    def failed(self, error: BaseException) -> Any:
+        """SGLang's answer to a load that changed nothing."""
+        return self.create_lora_update_result(success=False, error_message=str(error))
 
     def _load_lora_adapter_from_tensors(self, lora_ref: LoRARef, *_: Any) -> Any:
         return self.create_lora_update_result(
@@ -118,13 +163,17 @@ class GraftLoRAManager(LoRAManager):
         )
 
     def _unload_lora_adapter(self, lora_ref: LoRARef) -> Any:
-        if self.lora_refs.pop(lora_ref.lora_id, None) is None:
+        """The first call retires an adapter, the second forgets it: its last request has ended."""
+        known = self.lora_refs.pop(lora_ref.lora_id, None)
+        if known is not None:
+            freed = self._retire(known)
+        elif self.residency.is_known(lora_ref.lora_id):
+            freed = Freed(self.residency.remove(lora_ref.lora_id), 0, self._page_bytes)
+        else:
             return self.create_lora_update_result(
                 success=False, error_message=f"adapter {lora_ref.lora_name} is not loaded"
             )
-        freed = self.residency.remove(lora_ref.lora_id)
-        logger.info("Adapter %s unloaded, %d pages freed", lora_ref.lora_name, freed)
-        return self.create_lora_update_result(success=True)
+        return self.create_lora_update_result(success=True, error_message=freed.to_text())
 
     def validate_lora_batch(self, lora_ids: set[str | None]) -> bool:
         """Whether a batch of these adapters has slots enough; pages are the admission hook's."""
@@ -149,29 +198,54 @@ class GraftLoRAManager(LoRAManager):
         lengths = forward_batch.extend_seq_lens_cpu if extend else [1] * len(ids)
         self.lora_backend.set_batch(slots, list(lengths))
 
-    def _read(self, ref: LoRARef) -> Adapter:
-        if ref.pinned:
-            raise ValueError(
-                f"adapter {ref.lora_name}: pinned adapters are not supported by Graft yet; load it"
-                ' with "pinned": false'
-            )
-        adapter = read_adapter(Path(ref.lora_path), self.spec)
-        for warning in adapter.warnings:
-            logger.warning("Adapter %s: %s", ref.lora_name, warning)
-        return adapter
+    def register(self, ref: LoRARef, read: ReadAdapter) -> Freed:
+        """Make an adapter usable; what the one that had its name gives back.
 
-    def _register(self, ref: LoRARef, adapter: Adapter) -> None:
-        if any(ref.lora_name == other.lora_name for other in self.lora_refs.values()):
-            raise ValueError(f"adapter {ref.lora_name} is already loaded; unload it first")
-        known = self.residency.add(ref.lora_id, ref.lora_name, adapter)
+        ValueError, with nothing changed, when it does not fit or cannot be pinned.
+        """
+        old = next((r for r in self.lora_refs.values() if r.lora_name == ref.lora_name), None)
+        residency = self.residency
+        known = residency.add(ref.lora_id, ref.lora_name, read.adapter, read.image)
+        if ref.pinned:
+            try:
+                self._pin(ref, old)
+            except ValueError:
+                residency.remove(ref.lora_id)
+                raise
         self.lora_refs[ref.lora_id] = ref
         logger.info(
             "Adapter %s: %d pages, largest rank %d, identity %s",
             ref.lora_name,
             known.node.weight_pages,
-            adapter.max_rank,
-            adapter.identity[:12],
+            read.adapter.max_rank,
+            read.adapter.identity[:12],
         )
+        if old is None:
+            return Freed(0, 0, self._page_bytes)
+        del self.lora_refs[old.lora_id]
+        return self._retire(old)
+
+    def _pin(self, ref: LoRARef, old: LoRARef | None) -> None:
+        replaced = None if old is None else old.lora_id
+        if not self.residency.pin_adapter(ref.lora_id, instead_of=replaced):
+            tree = self.residency.tree
+            node = self.residency.node(ref.lora_id)
+            assert node is not None
+            raise ValueError(
+                f"adapter {ref.lora_name}: no room to pin {node.weight_pages} pages now,"
+                f" {tree.ledger.free + tree.evictable} are free or evictable and running requests"
+                ' hold the others; try again later, or load it with "pinned": false'
+            )
+
+    def _retire(self, ref: LoRARef) -> Freed:
+        now = self.residency.retire(ref.lora_id)
+        freed = Freed(now, self.residency.held_pages(ref.lora_id), self._page_bytes)
+        logger.info("Adapter %s retired: %s", ref.lora_name, freed)
+        return freed
+
+    @property
+    def _page_bytes(self) -> int:
+        return self.residency.arena.layout.page_bytes
 
 
 HOOKS = (

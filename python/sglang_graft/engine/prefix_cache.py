@@ -46,6 +46,8 @@ class GraftPrefixCache(BasePrefixCache):
 
     # SGLang skips locks when a cache says that it is disabled; adapters need their locks always.
     disable = False
+    # Whether a request of the present scheduling pass found no slot for its adapter.
+    waits_for_slot = False
 
     def __init__(
         self, pool: Pool, residency: Residency, params: Any, *, keep: bool, check: bool
@@ -73,7 +75,7 @@ class GraftPrefixCache(BasePrefixCache):
 
     def root_node_handle(self, extra_key: str | None = None) -> AdapterNode:
         """The adapter node of SGLang's namespace string, which ends with the adapter's id."""
-        for known in self.residency.known():
+        for known in (*self.residency.known(), *self.residency.retired()):
             if extra_key is not None and extra_key.endswith(known.adapter_id):
                 return known.node
         return self.tree.base
@@ -197,9 +199,9 @@ class GraftPrefixCache(BasePrefixCache):
         return self.evictable_size() + self.protected_size()
 
     def reset(self) -> None:
-        """A flush: everything on the device is forgotten, adapters stay known."""
+        """A flush: everything on the device is forgotten; adapters stay known, or pinned."""
         self.page_table.clear()
-        self.tree.reset()
+        self.residency.pins.reset()
         self._checked()
 
     def sanity_check(self) -> None:

@@ -10,6 +10,7 @@ from sglang_graft.cache import AdapterNode, State
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.prefix_cache import GraftPrefixCache
 from sglang_graft.pool import Owner
+from sglang_graft.tiers import KnownAdapter
 
 KEY = "graft"
 _WHERE = {State.ABSENT: "host", State.LOADING: "loading", State.RESIDENT: "device"}
@@ -27,8 +28,23 @@ def _node_report(node: AdapterNode) -> dict[str, Any]:
     }
 
 
+def _adapter_report(cache: GraftPrefixCache, known: KnownAdapter) -> dict[str, Any]:
+    pins = cache.residency.pins
+    return {
+        "name": known.name,
+        "weight_pages": known.node.weight_pages,
+        "hits": known.hits,
+        "pinned": known.adapter_id in pins.ids(),
+        **_node_report(known.node),
+        "locks": known.node.lock - pins.count(known.node),
+    }
+
+
 def pool_report(cache: GraftPrefixCache) -> dict[str, Any]:
-    """Pages by owner, and every adapter that is known. Costs O(adapters)."""
+    """Pages by owner, every adapter that has a name, and those that wait for their last request.
+
+    `locks` counts requests. Costs O(adapters).
+    """
     ledger, residency = cache.pool.ledger, cache.residency
     pages = {
         "total": ledger.total,
@@ -38,24 +54,17 @@ def pool_report(cache: GraftPrefixCache) -> dict[str, Any]:
         "kv_running": ledger.count(Owner.KV_RUNNING),
         "in_flight": ledger.count(Owner.IN_FLIGHT),
     }
-    adapters = [
-        {
-            "name": known.name,
-            "weight_pages": known.node.weight_pages,
-            "hits": known.hits,
-            **_node_report(known.node),
-        }
-        for known in residency.known()
-    ]
     return {
         "pages": pages,
         "page_bytes": cache.pool.layout.page_bytes,
         "page_tokens": cache.pool.layout.page_tokens,
         "invalid_kv_pages": cache.tree.invalid_kv_pages(),
         "adapter_bytes_loaded": residency.copied_bytes,
+        "adapter_host_bytes": residency.host_bytes(),
         "policy": cache.tree.policy.name,
         "base": _node_report(cache.tree.base),
-        "adapters": adapters,
+        "adapters": [_adapter_report(cache, known) for known in residency.known()],
+        "retired": [_adapter_report(cache, known) for known in residency.retired()],
     }
 
 

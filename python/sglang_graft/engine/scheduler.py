@@ -11,6 +11,7 @@ from sglang_graft import config
 from sglang_graft.engine import (
     admission,
     allocator,
+    background_load,
     bind,
     kv_pool,
     lora_backend,
@@ -18,6 +19,7 @@ from sglang_graft.engine import (
     page_table,
     prefix_cache,
     report,
+    turns,
 )
 from sglang_graft.engine.hooks import register, verify
 from sglang_graft.engine.pool import get_pool
@@ -30,7 +32,9 @@ HOOKS = (
     *lora_manager.HOOKS,
     *bind.HOOKS,
     *page_table.HOOKS,
+    *background_load.HOOKS,
     *admission.HOOKS,
+    *turns.HOOKS,
     *report.HOOKS,
 )
 

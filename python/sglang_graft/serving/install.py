@@ -3,9 +3,16 @@
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_graft.engine.hooks import register, verify
-from sglang_graft.serving import names, routes, unload
+from sglang_graft.serving import load, names, registry, routes, token_ids, unload
 
-HOOKS = (*names.HOOKS, *routes.HOOKS, *unload.HOOKS)
+HOOKS = (
+    *registry.HOOKS,
+    *names.HOOKS,
+    *token_ids.HOOKS,
+    *routes.HOOKS,
+    *load.HOOKS,
+    *unload.HOOKS,
+)
 _installed: list[bool] = []
 
 

@@ -37,6 +37,13 @@ def unknown(name: str, loaded: Collection[str], base: str) -> str:
     return f"No adapter or model named {name!r} is loaded. Loaded adapters: {names}. Base: {base}."
 
 
+def reserved(name: str, base_names: Collection[str]) -> str | None:
+    """Why an adapter may not have this name: requests for it would mean the base model."""
+    if name in _ANY_MODEL or name in base_names:
+        return f"adapter name {name!r}: requests with it mean the base model; choose another name"
+    return None
+
+
 def adapter_of_model(
     model: str, loaded: Collection[str], base_names: Collection[str]
 ) -> str | None:

@@ -4,16 +4,24 @@ Target (0.5.17): BEFORE `http_server._setup_and_run_http_server`. Reason: SGLang
 exists then and has not started to serve.
 """
 
-from typing import Any
+from http import HTTPStatus
+from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException
+from fastapi import APIRouter, Body, HTTPException
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
+from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.serving import names
 from sglang_graft.serving.guard import ModelGuard
+from sglang_graft.serving.load import LoadInput
+from sglang_graft.serving.registry import in_flight
 
 router = APIRouter(prefix="/graft", tags=["graft"])
+LOAD_PATH = "/load_lora_adapter"
+MODEL_PATH = "/v1/models/{model:path}"
 
 
 @router.get("/pool")
@@ -30,11 +38,65 @@ async def pool() -> dict[str, Any]:
     return report
 
 
-def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
-    """BEFORE `_setup_and_run_http_server`."""
+@router.get("/requests")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def requests() -> dict[str, Any]:
+    """Requests under way: all, by adapter name, and of adapters that have lost their name."""
     from sglang.srt.entrypoints import http_server
 
+    manager = http_server._global_state.tokenizer_manager
+    registry, counts = manager.lora_registry, in_flight(manager)
+    named = {name: counts[ref.lora_id] for name, ref in registry.get_all_adapters().items()}
+    gone = [
+        {"name": ref.lora_name, "id": i, "requests": counts[i]}
+        for i, ref in registry.retired.items()
+    ]
+    return {"total": len(manager.rid_to_state), "adapters": named, "retired": gone}
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def load_lora_adapter(obj: Annotated[LoadInput, Body()]) -> JSONResponse:
+    """Load an adapter, or replace one in place. SGLang's route, with `load_inplace` in the body."""
+    from sglang.srt.entrypoints import http_server
+
+    result = await http_server._global_state.tokenizer_manager.load_lora_adapter(obj, None)
+    status = HTTPStatus.OK if result.success else HTTPStatus.BAD_REQUEST
+    return JSONResponse(msgspec_to_builtins(result), status_code=status)
+
+
+@auth_level(AuthLevel.NORMAL)
+async def retrieve_model(model: str) -> Any:
+    """One model as `/v1/models` lists it. SGLang's route knows the base model only."""
+    from sglang.srt.entrypoints import http_server
+
+    models = await http_server.available_models()
+    card = next((card for card in models.data if card.id == model), None)
+    return await http_server.retrieve_model(model) if card is None else card
+
+
+def replace_routes(app: Any) -> None:
+    """Put our routes in the places of SGLang's."""
+    ours = {
+        # SGLang's body drops fields that it does not know.
+        LOAD_PATH: APIRoute(LOAD_PATH, load_lora_adapter, methods=["POST"]),
+        MODEL_PATH: APIRoute(MODEL_PATH, retrieve_model, methods=["GET"]),
+    }
+    routes = app.router.routes
+    for path, route in ours.items():
+        (place,) = [i for i, stock in enumerate(routes) if getattr(stock, "path", None) == path]
+        routes[place] = route
+
+
+def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
+    """BEFORE `_setup_and_run_http_server`. ValueError for adapters that nobody could reach."""
+    from sglang.srt.entrypoints import http_server
+
+    base = {server_args.served_model_name, server_args.model_path}
+    for ref in server_args.lora_paths or []:
+        if (reason := names.reserved(ref.lora_name, base)) is not None:
+            raise ValueError(reason)
     names.serve_over_http()
+    replace_routes(http_server.app)
     http_server.app.include_router(router)
     http_server.app.add_middleware(
         ModelGuard, manager=lambda: http_server._global_state.tokenizer_manager

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from sglang_graft.adapters import Adapter, AdapterImage, PointerTable, TileMap, pack
 from sglang_graft.cache import AdapterNode, State, UnifiedTree
 from sglang_graft.pool import Arena
+from sglang_graft.tiers.pins import Pins
 
 BASE_SLOT = 0
 # SGLang admits a request with a page of prompt, one to round, and room to spare.
@@ -52,7 +53,11 @@ class Residency:
     table: PointerTable
     pin: bool
     copied_bytes: int = 0
+    pins: Pins = field(init=False)
     _known: dict[str, KnownAdapter] = field(default_factory=dict)
+    # Retired: no name leads here, but requests that were accepted before may still start.
+    _retired: dict[str, KnownAdapter] = field(default_factory=dict)
+    # Removed: only requests that run already still need it.
     _leaving: dict[str, KnownAdapter] = field(default_factory=dict)
     _slots: list[_Slot] = field(default_factory=list)
     _slot_of: dict[int, int] = field(default_factory=dict)
@@ -60,20 +65,27 @@ class Residency:
 
     def __post_init__(self) -> None:
         self._slots = [_Slot() for _ in range(self.table.slots)]
+        self.pins = Pins(self.tree)
 
-    def add(self, adapter_id: str, name: str, adapter: Adapter) -> KnownAdapter:
+    def add(
+        self, adapter_id: str, name: str, adapter: Adapter, image: AdapterImage | None = None
+    ) -> KnownAdapter:
         """Make `adapter` usable under `adapter_id`; its weights stay on the host for now.
 
-        ValueError when it can never fit into the pool beside the smallest request.
+        `image` spares packing it here. ValueError when it can never fit into the pool beside the
+        pinned adapters and the smallest request.
         """
-        assert adapter_id not in self._known, f"adapter id {adapter_id} is registered already"
-        image = self._shared_image(adapter.identity) or pack(adapter, self.tile_map, pin=self.pin)
+        assert self._find(adapter_id) is None, f"adapter id {adapter_id} is registered already"
+        image = self._shared_image(adapter.identity) or image
+        image = image or pack(adapter, self.tile_map, pin=self.pin)
         pages, total = len(image.pages), self.tree.ledger.total
-        if pages + PAGES_OF_A_REQUEST > total:
+        pinned = self.pins.pages(without=self.tree.adapter(adapter.identity))
+        if pages + pinned + PAGES_OF_A_REQUEST > total:
             page_bytes = self.arena.layout.page_bytes
+            beside = f", pinned adapters hold {pinned}" if pinned else ""
             raise ValueError(
                 f"adapter {name}: its weights take {pages} pages ({pages * page_bytes:,} bytes),"
-                f" the whole pool has {total} ({total * page_bytes:,} bytes) and a request"
+                f" the whole pool has {total} ({total * page_bytes:,} bytes){beside} and a request"
                 f" needs {PAGES_OF_A_REQUEST}; raise --max-total-tokens or --mem-fraction-static"
             )
         node = self.tree.add_adapter(adapter.identity, pages)
@@ -81,34 +93,82 @@ class Residency:
         self._known[adapter_id] = known
         return known
 
+    def pin_adapter(self, adapter_id: str, *, instead_of: str | None = None) -> bool:
+        """Promote an adapter and keep it on the device until it is retired; False: no room now.
+
+        The pin of `instead_of` goes in exchange; it stays when this one is not taken. ValueError
+        when pins would leave too little for the largest other adapter and the smallest request.
+        """
+        known = self._known[adapter_id]
+        exchanged = instead_of is not None and self.pins.give(instead_of)
+        try:
+            self._check_pin(known, instead_of)
+            taken = self.pins.take(adapter_id, known.node)
+        except ValueError:
+            taken = False
+            raise
+        finally:
+            if exchanged and not taken:
+                assert instead_of is not None
+                restored = self.pins.take(instead_of, self._known[instead_of].node)
+                assert restored, "a pin that was just given back could not be taken again"
+        return taken
+
+    def retire(self, adapter_id: str) -> int:
+        """No name leads to this registration any more, requests accepted before still may start.
+
+        Frees at once what nobody holds, unless another registration has the same weights; returns
+        the pages freed. `remove` it when the last such request has ended.
+        """
+        known = self._known.pop(adapter_id)
+        self.pins.give(adapter_id)
+        self._retired[adapter_id] = known
+        return 0 if self._is_shared(known) else self.tree.trim(known.node)
+
     def remove(self, adapter_id: str) -> int:
         """Forget one registration; the last one of an identity drops its pages and its KV.
 
         Returns the pages that became free at once. What running requests still hold follows when
         they end; until then they find their adapter as before.
         """
-        known = self._known.pop(adapter_id)
+        if adapter_id in self._known:
+            self.pins.give(adapter_id)
+        found = self._known.pop(adapter_id, None) or self._retired.pop(adapter_id)
         self._purge()
-        shared = any(other.node is known.node for other in self._known.values())
-        freed = 0 if shared else self.tree.drop(known.node)
-        if known.node.lock:
-            self._leaving[adapter_id] = known
+        freed = 0 if self._is_shared(found, or_retired=True) else self.tree.drop(found.node)
+        if found.node.lock:
+            self._leaving[adapter_id] = found
         return freed
 
+    def held_pages(self, adapter_id: str) -> int:
+        """Pages of weights and KV that a retired registration keeps until its requests end."""
+        known = self._retired[adapter_id]
+        return 0 if self._is_shared(known) else len(known.node.pages) + known.node.kv_pages
+
+    def host_bytes(self) -> int:
+        """Bytes of the host images of every registration, each image once."""
+        places = (*self._known.values(), *self._retired.values(), *self._leaving.values())
+        images = {id(known.image): known.image for known in places}
+        return sum(image.pages.numel() for image in images.values())
+
     def known(self) -> list[KnownAdapter]:
-        """Every registration, in order."""
+        """Every registration that a name leads to, in order."""
         return list(self._known.values())
+
+    def retired(self) -> list[KnownAdapter]:
+        """Every registration that only waits for its last request, in order."""
+        return list(self._retired.values())
 
     def node(self, adapter_id: str | None) -> AdapterNode | None:
         """The node of a registration (None: the base model); None when it is not registered."""
         if adapter_id is None:
             return self.tree.base
-        known = self._known.get(adapter_id) or self._leaving.get(adapter_id)
+        known = self._find(adapter_id)
         return None if known is None else known.node
 
     def is_known(self, adapter_id: str | None) -> bool:
-        """Whether new requests may use `adapter_id`."""
-        return adapter_id is None or adapter_id in self._known
+        """Whether requests with `adapter_id` may start."""
+        return adapter_id is None or adapter_id in self._known or adapter_id in self._retired
 
     def missing_pages(self, adapter_id: str | None) -> int:
         """Pages that promoting this adapter would take now."""
@@ -124,8 +184,8 @@ class Residency:
 
     def count_hit(self, adapter_id: str | None) -> None:
         """A request was admitted and its adapter was on the device already."""
-        if (known := self._known.get(adapter_id or "")) is not None:
-            known.hits += 1
+        if adapter_id is not None:
+            self._registered(adapter_id).hits += 1
 
     def activate(self, adapter_ids: Iterable[str | None]) -> dict[str | None, int]:
         """Give every adapter of a batch its bytes and its slot; call it on the forward's stream.
@@ -136,8 +196,10 @@ class Residency:
         if self._leaving:
             self._purge()
         wanted = sorted({i for i in adapter_ids if i is not None})
-        found = {i: self._known.get(i) or self._leaving[i] for i in wanted}
+        found = {i: self._registered(i) for i in wanted}
         slots: dict[str | None, int] = {None: BASE_SLOT}
+        for adapter_id in self.pins.ids():
+            self._copy(self._known[adapter_id])
         for known in found.values():
             self._copy(known)
             if (slot := self._slot_of.get(known.node.serial)) is not None:
@@ -151,14 +213,46 @@ class Residency:
         taken = {slot.node.serial: i for i, slot in enumerate(self._slots) if slot.node}
         assert taken == self._slot_of, f"slots hold {taken}, the index says {self._slot_of}"
         assert self._slots[BASE_SLOT].node is None, "slot 0 belongs to the base model"
-        for known in self._known.values():
+        for known in (*self._known.values(), *self._retired.values()):
             held = self.tree.adapter(known.node.identity)
             assert held is known.node, f"adapter {known.name}: its node is not in the tree"
             assert known.node.weight_pages == len(known.image.pages), f"{known.name}: page count"
+        pinned = self.pins.ids()
+        assert set(pinned) <= set(self._known), f"{pinned} are pinned, but not all are registered"
+        self.pins.check_invariants()
+
+    def _find(self, adapter_id: str) -> KnownAdapter | None:
+        places = (self._known, self._retired, self._leaving)
+        return next((place[adapter_id] for place in places if adapter_id in place), None)
+
+    def _registered(self, adapter_id: str) -> KnownAdapter:
+        known = self._find(adapter_id)
+        assert known is not None, f"adapter {adapter_id} is not registered"
+        return known
+
+    def _is_shared(self, one: KnownAdapter, *, or_retired: bool = False) -> bool:
+        """Whether another registration, by default one with a name, has the same weights."""
+        others = (*self._known.values(), *(self._retired.values() if or_retired else ()))
+        return any(other.node is one.node for other in others)
 
     def _shared_image(self, identity: str) -> AdapterImage | None:
-        same = (k.image for k in self._known.values() if k.node.identity == identity)
-        return next(same, None)
+        for known in (*self._known.values(), *self._retired.values()):
+            if known.node.identity == identity:
+                return known.image
+        return None
+
+    def _check_pin(self, known: KnownAdapter, instead_of: str | None) -> None:
+        total, node = self.tree.ledger.total, known.node
+        pinned = node.weight_pages + self.pins.pages(without=node)
+        kept = {*self.pins.ids(), known.adapter_id, instead_of}
+        others = [other.node for i, other in self._known.items() if i not in kept]
+        largest = max((n.weight_pages for n in others if n is not node), default=0)
+        if pinned + largest + PAGES_OF_A_REQUEST > total:
+            raise ValueError(
+                f"adapter {known.name}: pinned adapters would hold {pinned} pages of {total}; the"
+                f" largest other adapter needs {largest} and a request {PAGES_OF_A_REQUEST}. Load"
+                ' it with "pinned": false, unload another pinned one, or raise --max-total-tokens'
+            )
 
     def _purge(self) -> None:
         self._leaving = {i: known for i, known in self._leaving.items() if known.node.lock}

@@ -250,6 +250,17 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.drop(model.node) == freed
         assert self.tree.match(model.node, tokens_of((0, 1))).pages == []
 
+    @rule(index=INDEX)
+    def trim(self, index: int) -> None:
+        model = self.pick(index)
+        gone = [path for path, entry in model.kv.items() if not entry.locks]
+        freed = sum(len(model.kv.pop(path).pages) for path in gone)
+        if not model.own.locks:
+            freed += len(model.own.pages)
+            model.own.pages = []
+        assert self.tree.trim(model.node) == freed
+        assert self.tree.adapter(model.node.identity) is model.node
+
     @rule()
     def reprice(self) -> None:
         self.tree.reprice()

@@ -314,6 +314,21 @@ def test_drop_of_an_idle_adapter_frees_all_at_once(make_tree, run):
     checked(tree)
 
 
+def test_trim_frees_what_nobody_holds_and_the_adapter_stays_known(make_tree, run):
+    tree = make_tree(12)
+    adapter = resident(tree, "a", 2)
+    held = put(tree, adapter, run("xy")).node
+    put(tree, adapter, run("z"))
+    tree.lock(held)
+    assert tree.trim(adapter) == 1  # "z"
+    assert tree.match(adapter, run("xy")).node is held
+    tree.unlock(held)
+    assert tree.trim(adapter) == 4
+    assert (tree.adapter("a"), adapter.state, tree.trim(adapter)) == (adapter, State.ABSENT, 0)
+    assert tree.load(adapter) is not None
+    checked(tree)
+
+
 def test_drop_of_a_held_adapter_ends_with_its_last_request(make_tree, run):
     tree = make_tree(12)
     adapter = resident(tree, "a", 2)

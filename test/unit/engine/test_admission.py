@@ -12,10 +12,14 @@ PAGE = 16
 POOL_PAGES = 20
 
 
-def scheduler(weight_pages: int) -> Any:
-    """A scheduler whose adapter "a" takes `weight_pages`, as far as admission looks at it."""
+def scheduler(weight_pages: int, pinned: int = 0) -> Any:
+    """A scheduler whose adapter "a" takes `weight_pages`, as far as admission looks at it.
+
+    Another adapter pins `pinned` pages.
+    """
     nodes = {None: AdapterNode(1, None, 0), "a": AdapterNode(2, "weights", weight_pages)}
-    cache = SimpleNamespace(residency=SimpleNamespace(node=nodes.get))
+    pins = SimpleNamespace(pages=lambda without: pinned)
+    cache = SimpleNamespace(residency=SimpleNamespace(node=nodes.get, pins=pins))
     return SimpleNamespace(tree_cache=cache, page_size=PAGE, max_total_num_tokens=POOL_PAGES * PAGE)
 
 
@@ -35,24 +39,26 @@ class Request:
         self.origin_input_ids, self.to_finish = [0], message
 
 
-def is_admissible(request: Request, weight_pages: int) -> bool:
-    """Whether SGLang's budget lets it run in an empty pool."""
+def is_admissible(request: Request, weight_pages: int, pinned: int = 0) -> bool:
+    """Whether SGLang's budget lets it run in a pool that is empty but for pins."""
     weights = weight_pages * PAGE if request.lora_id else 0
     request.full_untruncated_fill_ids = request.origin_input_ids + request.output_ids
-    return tokens_wanted(request, PAGE) + weights < POOL_PAGES * PAGE
+    return tokens_wanted(request, PAGE) + weights < (POOL_PAGES - pinned) * PAGE
 
 
 @pytest.mark.parametrize("adapter", [None, "a"])
 @pytest.mark.parametrize("weight_pages", [1, 9, POOL_PAGES - 2, POOL_PAGES - 1])
 @pytest.mark.parametrize("new", [0, 1, 5, 10_000])
+@pytest.mark.parametrize("pinned", [0, 6])
 def test_every_queued_request_is_admissible(
-    adapter: str | None, weight_pages: int, new: int
+    adapter: str | None, weight_pages: int, new: int, pinned: int
 ) -> None:
-    host = scheduler(weight_pages)
+    weight_pages = min(weight_pages, POOL_PAGES - pinned - 1)
+    host = scheduler(weight_pages, pinned)
     for prompt in range(1, POOL_PAGES * PAGE + 5):
         request = Request(prompt, new, adapter)
         fit_into_pool(host, request)
-        assert is_admissible(request, weight_pages), (prompt, vars(request.sampling_params))
+        assert is_admissible(request, weight_pages, pinned), (prompt, vars(request.sampling_params))
         if request.to_finish is None and new:
             assert request.sampling_params.max_new_tokens >= 1, prompt
 

@@ -1,60 +1,67 @@
-"""An unload ends whatever SGLang's count of requests says, but not before the requests do."""
+"""An unload answers at once; the adapter is forgotten with its last request, and once."""
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
-
-from sglang_graft.serving.unload import unload
+from manager import PAGES, Manager
 
 
-class Manager:
-    """The parts of SGLang's tokenizer manager that an unload touches."""
-
-    def __init__(self) -> None:
-        self.ref = LoRARef(lora_name="legal", lora_path="somewhere")
-        self.lora_registry = LoRARegistry([self.ref])
-        self.lora_ref_cache = {"legal": self.ref}
-        self.rid_to_state: dict[str, Any] = {}
-
-    async def original(self, obj: Any) -> str:
-        obj.lora_id = await self.lora_registry.unregister(obj.lora_name)
-        await self.lora_registry.wait_for_unload(obj.lora_id)
-        return "unloaded"
-
-
-def wrapped(manager: Manager, name: str = "legal") -> Any:
-    request = SimpleNamespace(lora_name=name, lora_id=None)
-    return unload(Manager.original, manager, request)
-
-
-@pytest.mark.parametrize("drift", [-1, 0, 2])
-def test_an_unload_ends_when_the_count_has_drifted(drift: int) -> None:
+def test_an_idle_adapter_is_forgotten_at_once() -> None:
     async def scenario() -> None:
         manager = Manager()
-        await manager.lora_registry._counters[manager.ref.lora_id].increment(drift)
-        assert await asyncio.wait_for(wrapped(manager), timeout=10) == "unloaded"
+        answer = await manager.unload("legal")
+        assert (answer.success, answer.requests) == (True, 0)
+        assert (answer.freed_pages, answer.following_pages) == (PAGES, 0)
+        assert answer.freed_bytes == PAGES * 100
+        assert (manager.retired, manager.forgotten) == (["v1"], ["legal"])
         assert manager.lora_ref_cache == {}
 
     asyncio.run(scenario())
 
 
-def test_an_unload_waits_for_requests_under_way() -> None:
+def test_requests_under_way_keep_it_until_the_last_has_ended() -> None:
     async def scenario() -> None:
         manager = Manager()
         adapter_id = await manager.lora_registry.acquire("legal")
-        manager.rid_to_state["r"] = SimpleNamespace(obj=SimpleNamespace(lora_id=adapter_id))
-        work = asyncio.create_task(wrapped(manager))
-        done, _ = await asyncio.wait([work], timeout=0.2)
-        assert not done
-        del manager.rid_to_state["r"]
-        assert await asyncio.wait_for(work, timeout=10) == "unloaded"
+        for rid in ("r1", "r2"):
+            manager.request(rid, adapter_id)
+        manager.request("other", None)
+        answer = await manager.unload("legal")
+        assert (answer.requests, answer.freed_pages, answer.following_pages) == (2, 0, PAGES)
+        assert set(manager.lora_registry.retired) == {adapter_id}
+        del manager.rid_to_state["r1"]
+        await asyncio.sleep(0.2)
+        assert manager.forgotten == []
+        del manager.rid_to_state["r2"]
+        await manager.reaped()
+        assert manager.forgotten == ["legal"]
+        assert manager.lora_registry.retired == {}
 
     asyncio.run(scenario())
 
 
-def test_an_unknown_name_is_an_error() -> None:
-    with pytest.raises(ValueError, match="nobody"):
-        asyncio.run(wrapped(Manager(), "nobody"))
+def test_a_caller_that_gives_up_leaves_no_half_done_unload() -> None:
+    async def scenario() -> None:
+        manager = Manager()
+        work = asyncio.create_task(manager.unload("legal"))
+        await asyncio.sleep(0)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        await asyncio.sleep(0.1)
+        assert (manager.retired, manager.forgotten) == (["v1"], ["legal"])
+
+    asyncio.run(scenario())
+
+
+def test_c62_of_parallel_unloads_one_succeeds() -> None:
+    async def scenario() -> None:
+        manager = Manager()
+        calls = [manager.unload("legal") for _ in range(10)]
+        results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        failed = [str(result) for result in results if isinstance(result, ValueError)]
+        assert len(failed) == 9
+        assert all("legal is not loaded. Loaded adapters: none" in text for text in failed)
+
+    asyncio.run(scenario())

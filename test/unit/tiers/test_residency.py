@@ -7,7 +7,8 @@ from helpers_adapters import random_adapter, read_matrix
 from sglang_graft.adapters import Adapter, ModelSpec, PointerTable, TileMap
 from sglang_graft.cache import Lru, State, UnifiedTree
 from sglang_graft.pool import Arena, Owner, PageLayout, PageLedger
-from sglang_graft.tiers import Residency
+from sglang_graft.tiers import KnownAdapter, Residency
+from sglang_graft.tiers.residency import PAGES_OF_A_REQUEST
 
 SPEC = ModelSpec.llama_like(
     {
@@ -154,4 +155,136 @@ def test_promote_says_no_when_everything_is_held() -> None:
     assert residency.tree.ledger.take(total - known.node.weight_pages + 1, Owner.KV_RUNNING)
     assert not residency.promote("id-1")
     assert known.node.state is State.ABSENT
+    check(residency)
+
+
+def held_by_a_request(residency: Residency, adapter_id: str) -> KnownAdapter:
+    known = residency.add(adapter_id, adapter_id, adapter(1))
+    assert residency.promote(adapter_id)
+    residency.tree.lock(known.node)
+    return known
+
+
+def test_a_retired_adapter_serves_those_who_came_before() -> None:
+    residency = make()
+    known = held_by_a_request(residency, "id-1")
+    assert residency.retire("id-1") == 0
+    assert residency.held_pages("id-1") == known.node.weight_pages
+    assert (residency.known(), residency.retired()) == ([], [known])
+    # The request is retracted: its pages go, but it can start again.
+    residency.tree.unlock(known.node)
+    assert residency.tree.trim(known.node) == known.node.weight_pages
+    assert residency.is_known("id-1")
+    assert residency.missing_pages("id-1") == known.node.weight_pages
+    assert residency.promote("id-1")
+    residency.tree.lock(known.node)
+    residency.activate(["id-1"])
+    check(residency)
+    residency.tree.unlock(known.node)
+    assert residency.remove("id-1") == known.node.weight_pages
+    assert not residency.is_known("id-1")
+    assert (residency.retired(), residency.host_bytes()) == ([], 0)
+    check(residency)
+
+
+def test_retiring_an_idle_adapter_frees_it_at_once() -> None:
+    residency = make()
+    known = residency.add("id-1", "one", adapter(1))
+    residency.promote("id-1")
+    assert residency.retire("id-1") == known.node.weight_pages
+    assert residency.held_pages("id-1") == 0
+    check(residency)
+    assert residency.remove("id-1") == 0
+    assert residency.tree.adapter(known.node.identity) is None
+
+
+def test_equal_weights_take_over_from_a_retired_adapter() -> None:
+    residency = make()
+    old = held_by_a_request(residency, "id-1")
+    residency.retire("id-1")
+    successor = residency.add("id-2", "one", adapter(1))
+    assert (successor.node, successor.image) == (old.node, old.image)
+    assert residency.host_bytes() == old.image.pages.numel()
+    residency.tree.unlock(old.node)
+    assert residency.remove("id-1") == 0
+    assert residency.missing_pages("id-2") == 0
+    check(residency)
+
+
+def test_a_pinned_adapter_is_no_victim_until_it_is_retired() -> None:
+    residency, one = make(), adapter(1)
+    known = residency.add("id-1", "one", one)
+    assert residency.pin_adapter("id-1")
+    tree = residency.tree
+    assert (tree.protected, tree.evictable) == (known.node.weight_pages, 0)
+    assert tree.evict(tree.ledger.total) == 0
+    residency.add("id-2", "two", adapter(2))
+    residency.promote("id-2")
+    residency.activate(["id-2"])
+    assert known.node.state is State.RESIDENT, "the next forward brings its bytes"
+    check(residency)
+    residency.pins.reset()
+    assert (known.node.state, tree.protected) == (State.LOADING, known.node.weight_pages)
+    check(residency)
+    assert residency.retire("id-1") == known.node.weight_pages
+    assert residency.pins.ids() == []
+    check(residency)
+
+
+def test_two_pins_of_equal_weights_hold_one_copy() -> None:
+    residency = make()
+    first = residency.add("id-1", "one", adapter(1))
+    residency.add("id-2", "two", adapter(1))
+    assert residency.pin_adapter("id-1")
+    assert residency.pin_adapter("id-2")
+    assert residency.pins.pages() == first.node.weight_pages
+    assert residency.pins.pages(without=first.node) == 0
+    check(residency)
+    residency.remove("id-1")
+    assert residency.tree.evict(100) == 0
+    residency.pins.reset()
+    check(residency)
+
+
+def test_pins_leave_room_for_the_largest_other_adapter_and_a_request() -> None:
+    residency = make(pages=30)
+    total = residency.tree.ledger.total
+    known = [residency.add(f"id-{i}", f"{i}", adapter(i, rank=24)) for i in range(8)]
+    size = known[0].node.weight_pages
+    fits = (total - PAGES_OF_A_REQUEST) // size - 1
+    assert 0 < fits < len(known)
+    for i in range(fits):
+        assert residency.pin_adapter(f"id-{i}")
+    with pytest.raises(ValueError, match=r"largest other adapter needs .* unload another pinned"):
+        residency.pin_adapter(f"id-{fits}")
+    assert len(residency.pins.ids()) == fits
+    with pytest.raises(ValueError, match="pinned adapters hold"):
+        residency.add("id-9", "large", adapter(9, rank=120))
+    check(residency)
+
+
+def test_a_pin_is_exchanged_or_stays() -> None:
+    residency = make(pages=12)
+    old = residency.add("old", "one", adapter(1))
+    assert residency.pin_adapter("old")
+    new = residency.add("new", "one", adapter(2))
+    running = residency.tree.ledger.take(residency.tree.ledger.free, Owner.KV_RUNNING)
+    assert running
+    residency.tree.lock(old.node)
+    assert not residency.pin_adapter("new", instead_of="old"), "a request holds the old one"
+    assert residency.pins.ids() == ["old"]
+    check(residency)
+    residency.tree.unlock(old.node)
+    assert residency.pin_adapter("new", instead_of="old")
+    assert residency.pins.ids() == ["new"]
+    assert (old.node.state, new.node.state) == (State.ABSENT, State.LOADING)
+    check(residency)
+
+
+def test_no_room_for_a_pin_now() -> None:
+    residency = make(pages=12)
+    known = residency.add("id-1", "one", adapter(1))
+    assert residency.tree.ledger.take(residency.tree.ledger.total, Owner.KV_RUNNING)
+    assert not residency.pin_adapter("id-1")
+    assert (residency.pins.ids(), known.node.state) == ([], State.ABSENT)
     check(residency)

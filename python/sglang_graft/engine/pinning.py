@@ -1,0 +1,57 @@
+"""When an adapter may be pinned while requests run.
+
+A pin takes pages for good. SGLang retracts requests when running ones need more pages than there
+are, so that each of them fits into the pool alone at last, and it computes the next chunk of a
+prompt in any case. Both must stay true beside the pin, or the request would wait for ever, or the
+scheduler would end for want of memory.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_graft.engine.lora_manager import ReadAdapter
+from sglang_graft.tiers import Residency
+
+
+def requests(scheduler: Any) -> Iterator[Any]:
+    """Every unfinished request that was admitted to the waiting queue; some come twice."""
+    yield from scheduler.waiting_queue
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        if batch is not None:
+            yield from (req for req in batch.reqs if not req.finished())
+    if scheduler.chunked_req is not None:
+        yield scheduler.chunked_req
+
+
+def pages_wanted(req: Any, page_tokens: int) -> int:
+    """Pages of KV that a request may take at most: its prompt, its answer, two to round."""
+    tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+    return -(-int(tokens) // page_tokens) + 2
+
+
+def check(scheduler: Any, residency: Residency, ref: Any, read: ReadAdapter) -> None:
+    """ValueError when pinning this adapter would leave too little for a request that is here."""
+    assert read.image is not None, f"adapter {ref.lora_name} was not packed"
+    tree, size = residency.tree, scheduler.page_size
+    node = tree.adapter(read.adapter.identity)
+    pinned = len(read.image.pages) + residency.pins.pages(without=node)
+    for req in requests(scheduler):
+        own = residency.node(req.lora_id)
+        weights = 0 if own is None or own is node or residency.pins.count(own) else own.weight_pages
+        wanted = pages_wanted(req, size) + weights
+        if wanted + pinned > tree.ledger.total:
+            raise ValueError(
+                f"adapter {ref.lora_name}: pinned adapters would hold {pinned} pages of"
+                f" {tree.ledger.total}, and a request that is under way may need {wanted}; try"
+                ' again when it has ended, or load it with "pinned": false'
+            )
+    chunked = scheduler.chunked_req
+    if chunked is not None and (node is None or not residency.pins.count(node)):
+        rest = len(chunked.origin_input_ids) - len(chunked.prefix_indices)
+        reserve = -(-rest // size) + 1
+        if len(read.image.pages) + reserve > tree.ledger.free + tree.evictable:
+            raise ValueError(
+                f"adapter {ref.lora_name}: no room to pin {len(read.image.pages)} pages now, a long"
+                f" prompt still needs {reserve}; try again later, or load it with"
+                ' "pinned": false'
+            )
