@@ -15,12 +15,12 @@ CONFIG_ENV = "GRAFT_CONFIG"
 """Carries the resolved options from the main process to the processes that it starts."""
 
 
-def _option(default: Any, flag: str, meaning: str, unit: str = "") -> Any:
+def _option(default: Any, flag: str, meaning: str, unit: str = "", **limits: Any) -> Any:
     env = flag.removeprefix("--").upper().replace("-", "_")
     if not env.startswith("GRAFT_"):
         env = "GRAFT_" + env.replace("_GRAFT", "")
     extra: JsonDict = {"flag": flag, "env": env, "unit": unit}
-    return Field(default=default, description=meaning, json_schema_extra=extra)
+    return Field(default=default, description=meaning, json_schema_extra=extra, **limits)
 
 
 class GraftConfig(BaseModel):
@@ -37,6 +37,24 @@ class GraftConfig(BaseModel):
         "--graft-check",
         "Check all invariants of tree and pool after each change (slow; for tests, bug reports).",
     )
+    host_memory_gb: float = _option(
+        0.0,
+        "--graft-host-memory-gb",
+        "Host memory for adapter images and KV; 0: two fifths of what is free, at most two pools.",
+        "GiB",
+        ge=0,
+    )
+    no_host_kv: bool = _option(
+        False, "--graft-no-host-kv", "Keep no KV in host memory: what leaves the device is gone."
+    )
+    no_prefetch: bool = _option(
+        False, "--graft-no-prefetch", "Begin loads for the first waiting request only."
+    )
+    idle_promotion: bool = _option(
+        False,
+        "--graft-idle-promotion",
+        "While nobody waits, bring what was used last back into free pages.",
+    )
 
 
 class OptionInfo(BaseModel):
@@ -45,7 +63,7 @@ class OptionInfo(BaseModel):
     name: str
     flag: str
     env: str
-    default: bool | str
+    default: bool | int | float | str
     unit: str
     meaning: str
 

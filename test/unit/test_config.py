@@ -24,7 +24,20 @@ def test_a_bad_value_names_flag_and_environment() -> None:
 def test_names_are_unique_and_follow_one_pattern() -> None:
     rows = config.option_table()
     assert len({row.env for row in rows}) == len({row.flag for row in rows}) == len(rows)
-    assert {row.env for row in rows} == {"GRAFT_ENABLE", "GRAFT_POLICY", "GRAFT_CHECK"}
+    assert {row.env for row in rows} == {
+        "GRAFT_ENABLE",
+        "GRAFT_POLICY",
+        "GRAFT_CHECK",
+        "GRAFT_HOST_MEMORY_GB",
+        "GRAFT_NO_HOST_KV",
+        "GRAFT_NO_PREFETCH",
+        "GRAFT_IDLE_PROMOTION",
+    }
+
+
+def test_a_size_below_zero_is_refused_with_its_flag() -> None:
+    with pytest.raises(ValueError, match=r"--graft-host-memory-gb \(or GRAFT_HOST_MEMORY_GB\)"):
+        config.resolve({"host_memory_gb": "-1"}, {})
 
 
 def test_published_options_arrive_and_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What moves between device, host and disk, and when."""
 
+from sglang_graft.tiers.build import TierOptions, build_tiers
 from sglang_graft.tiers.copies import Copier, CpuCopier, CudaCopier, Ticket, Way
 from sglang_graft.tiers.counters import Counters, TierCounts
 from sglang_graft.tiers.host_pool import HostPool
@@ -32,9 +33,11 @@ __all__ = [
     "Residency",
     "Ticket",
     "TierCounts",
+    "TierOptions",
     "Tiers",
     "Transfers",
     "Way",
     "Wish",
     "WriteBack",
+    "build_tiers",
 ]

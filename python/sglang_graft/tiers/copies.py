@@ -8,7 +8,7 @@ of their own in their place.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -110,8 +110,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class CudaCopier(_PageCopier):
     """Two streams beside the forward's. Both memories outlive every copy, so no tensor is kept."""
 
-    def __init__(self, arena: Arena, host: HostPool, forward: Any) -> None:
-        """`forward` is the stream on which forwards are launched."""
+    def __init__(self, arena: Arena, host: HostPool, forward: Callable[[], Any]) -> None:
+        """`forward` tells the stream on which forwards are launched."""
         super().__init__(arena, host)
         self._forward = forward
         device = arena.buffer.device
@@ -119,7 +119,7 @@ class CudaCopier(_PageCopier):
 
     def copy(self, way: Way, pairs: Pairs, after: Sequence[Ticket]) -> Ticket:
         stream = self._streams[way]
-        stream.wait_stream(self._forward)
+        stream.wait_stream(self._forward())
         for ticket in after:
             assert isinstance(ticket, CudaTicket), f"a foreign ticket: {type(ticket).__name__}"
             stream.wait_event(ticket.event)
@@ -132,4 +132,4 @@ class CudaCopier(_PageCopier):
     def hold_forward(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             assert isinstance(ticket, CudaTicket), f"a foreign ticket: {type(ticket).__name__}"
-            self._forward.wait_event(ticket.event)
+            self._forward().wait_event(ticket.event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from sglang_graft.cache import AdapterNode, UnifiedTree
@@ -66,8 +67,12 @@ class Images:
 
     def place(self, node: AdapterNode, packed: Packed, *, spare: Collection[int] = _NOBODY) -> None:
         """Give a read image its host pages, now or in a later pass."""
-        if not self._place(node, packed, spare):
+        if not self._place(node, packed, spare, foreign=False):
             self._homeless.append((node, packed))
+
+    def offer(self, node: AdapterNode, packed: Packed, *, spare: Collection[int] = _NOBODY) -> None:
+        """Keep an image that somebody else read, if there is room; else it is read when wanted."""
+        self._place(node, packed, spare, foreign=True)
 
     def failure(self, node: AdapterNode) -> Failure | None:
         """The last failed read of this adapter."""
@@ -138,11 +143,14 @@ class Images:
         self._failures[node.serial] = Failure(self.failed, message)
         return None
 
-    def _place(self, node: AdapterNode, packed: Packed, spare: Collection[int]) -> bool:
+    def _place(
+        self, node: AdapterNode, packed: Packed, spare: Collection[int], *, foreign: bool
+    ) -> bool:
         host = self.tree.host
         assert host is not None, "images need a host tier"
         pages = host.add(node, len(packed.pages), force=True, spare=spare)
         if pages is None:
             return False
-        self.store.fill(packed, pages, lambda: host.landed(pages, Owner.ADAPTER))
+        landed = partial(host.landed, pages, Owner.ADAPTER)
+        self.store.fill(packed, pages, landed, foreign=foreign)
         return True

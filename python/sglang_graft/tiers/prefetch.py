@@ -54,6 +54,7 @@ class _Waiting:
     """What is remembered of a wish from pass to pass."""
 
     failures_seen: int
+    warm: bool
     need: Need = Need.ROOM
     overtaken: int = 0
     promotions: int = 0
@@ -122,6 +123,11 @@ class Prefetch:
         if state is None or found is None or found.number <= state.failures_seen:
             return None
         return found.message
+
+    def came_warm(self, key: str) -> bool:
+        """Whether the adapter of this wish was on the device when the wish was first seen."""
+        state = self._states.get(key)
+        return state is not None and state.warm
 
     def overtaken(self, key: str) -> int:
         """In how many passes a later request was let through before this one."""
@@ -247,7 +253,8 @@ class Prefetch:
         if known is not None:
             return known
         self._count_hit(wish)
-        return _Waiting(failures_seen=self.images.failed)
+        warm = wish.node.state is State.RESIDENT
+        return _Waiting(failures_seen=self.images.failed, warm=warm)
 
     # ---- counting
 

@@ -76,7 +76,7 @@ class AdapterStore:
     _reading: deque[Reading] = field(default_factory=deque)
     _by_key: dict[str, Reading] = field(default_factory=dict)
     _held: int = 0
-    _filling: deque[tuple[Future[None], Callable[[], None]]] = field(default_factory=deque)
+    _filling: deque[tuple[Future[None], Callable[[], None], bool]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.in_memory < 1:
@@ -120,10 +120,10 @@ class AdapterStore:
 
         Whoever takes a `Packed` from here passes it on to `fill` or `forget`.
         """
-        for _ in range(self.agree(_ended(future for future, _ in self._filling))):
-            future, done = self._filling.popleft()
+        for _ in range(self.agree(_ended(filling[0] for filling in self._filling))):
+            future, done, foreign = self._filling.popleft()
             future.result()
-            self._held -= 1
+            self._held -= not foreign
             done()
         ended = []
         futures = (job._future for job in self._reading if job._future)
@@ -135,10 +135,26 @@ class AdapterStore:
         self._start()
         return ended
 
-    def fill(self, packed: Packed, pages: Sequence[int], done: Callable[[], None]) -> None:
-        """Copy the image into host pages; `done` is called by the `poll` that sees it finished."""
+    def fill(
+        self,
+        packed: Packed,
+        pages: Sequence[int],
+        done: Callable[[], None],
+        *,
+        foreign: bool = False,
+    ) -> None:
+        """Copy the image into host pages; `done` is called by the `poll` that sees it finished.
+
+        A `foreign` image was read by somebody else, who bounds how many there are.
+        """
         future = self._pool.submit(self.write, list(pages), packed.pages)
-        self._filling.append((future, done))
+        self._filling.append((future, done, foreign))
+
+    def wait(self) -> None:
+        """Block until every image has been filled in: for the start, before anything runs."""
+        while self._filling:
+            self._filling[0][0].result()
+            self.poll()
 
     def forget(self, packed: Packed) -> None:
         """The caller drops an image that it does not need after all."""

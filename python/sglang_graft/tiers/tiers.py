@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sglang_graft.cache import AdapterNode, UnifiedTree
+from sglang_graft.cache import AdapterNode, State, UnifiedTree
 from sglang_graft.pool import Owner
 from sglang_graft.tiers.copies import Way
 from sglang_graft.tiers.counters import Counters
 from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import Images
 from sglang_graft.tiers.prefetch import Prefetch, Wish
+from sglang_graft.tiers.store import Packed
 from sglang_graft.tiers.transfers import Transfers
 from sglang_graft.tiers.write_back import WriteBack
 
@@ -21,7 +22,8 @@ from sglang_graft.tiers.write_back import WriteBack
 class Tiers:
     """One object a pool. `step` once a scheduling pass, `before_forward` once a launch.
 
-    `write_back` None keeps KV off the host; `idle` None promotes nothing unasked.
+    `write_back` None keeps KV off the host; `idle` None promotes nothing unasked. `pinned` names
+    the adapters that have pages for good, and wait for their bytes without any request.
     """
 
     tree: UnifiedTree
@@ -31,11 +33,14 @@ class Tiers:
     counters: Counters
     write_back: WriteBack | None
     idle: IdlePromotion | None = None
+    pinned: Callable[[], Sequence[AdapterNode]] = tuple
 
     def step(self, wishes: Sequence[Wish]) -> None:
         """Note what has landed, start what the waiting requests need, then write back."""
         self.transfers.poll()
         self.images.poll(spare=self.prefetch.spared())
+        for node in self.pinned():
+            self._bring_pinned(node)
         self.prefetch.consider(wishes)
         if self.write_back is not None:
             self.write_back.run()
@@ -45,6 +50,10 @@ class Tiers:
     def before_forward(self) -> None:
         """On the forward's queue, before each launch."""
         self.transfers.before_forward()
+
+    def offer(self, adapter: AdapterNode, packed: Packed) -> None:
+        """A registered adapter's bytes, read by somebody else."""
+        self.images.offer(adapter, packed, spare=self.prefetch.spared())
 
     def forget(self, adapter: AdapterNode) -> None:
         """The adapter leaves the tree for good."""
@@ -86,6 +95,17 @@ class Tiers:
             "kv_pages_dropped": adapter.dropped_pages,
             **asdict(self.counters.of(adapter.identity)),
         }
+
+    def _bring_pinned(self, node: AdapterNode) -> None:
+        host = self.tree.host
+        assert host is not None, "tiers need a host tier"
+        if node.state is not State.LOADING or self.transfers.has(node):
+            return
+        if node.host is None:
+            self.images.want(node, *self.prefetch.paths(node))
+        elif host.is_readable(node):
+            self.transfers.load(node)
+            self.counters.add(node.identity, loads=1, pages_to_device=len(node.pages))
 
     def check_invariants(self) -> None:
         """Assert the invariants of everything that moves; the tree has its own."""

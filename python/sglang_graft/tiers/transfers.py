@@ -49,6 +49,7 @@ class Transfers:
     copier: Copier
     agree: Callable[[int], int] = _alone
     pages_moved: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(Way, 0))
+    adapter_pages_loaded: int = 0
     _under_way: dict[Way, deque[Copy]] = field(
         default_factory=lambda: {way: deque() for way in Way}
     )
@@ -67,6 +68,10 @@ class Transfers:
     def idle(self) -> bool:
         """Whether no copy is under way."""
         return not any(self._under_way.values())
+
+    def has(self, node: Node) -> bool:
+        """Whether a copy to or from the device pages of `node` is under way."""
+        return bool(node.pages) and node.pages[0] in self._touching
 
     def load(self, node: Node) -> None:
         """Start filling the IN_FLIGHT pages of `node` from its host copy."""
@@ -116,7 +121,15 @@ class Transfers:
             assert owner in wanted, f"page {page} is in a {copy.way.value}, and {owner.name}"
         flying = self.tree.ledger.count(Owner.IN_FLIGHT)
         loading = sum(copy.way is Way.LOAD for copy in self._touching.values())
-        assert flying == loading, f"{flying} pages are in flight, loads have {loading}"
+        # A pinned adapter may have its pages before its image is in the host pool.
+        waiting = sum(
+            len(node.pages)
+            for node in self.tree.adapters()
+            if node.state is State.LOADING and not self.has(node)
+        )
+        assert flying == loading + waiting, (
+            f"{flying} pages are in flight, loads have {loading}, {waiting} wait for an image"
+        )
 
     def _start(self, way: Way, node: Node, host: list[int], device: list[int]) -> None:
         assert len(host) == len(device), f"{len(host)} host pages, {len(device)} device pages"
@@ -152,3 +165,4 @@ class Transfers:
         elif mine:
             assert adapter.state is State.LOADING, f"{adapter.identity!r} is {adapter.state.value}"
             self.tree.loaded(adapter)
+            self.adapter_pages_loaded += len(mine)

@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from sglang_graft import config
 from sglang_graft.engine import flags
 from sglang_graft.engine.hooks import HookError
 
@@ -40,7 +41,7 @@ def test_a_flag_that_could_not_take_effect_is_an_error() -> None:
 
 def test_actions_are_those_that_sglangs_config_files_know() -> None:
     actions = [a for a in parser()._actions if "graft" in a.option_strings[-1]]
-    assert len(actions) == 3
+    assert len(actions) == len(config.option_table())
     known = (argparse._StoreTrueAction, argparse._StoreAction)
     assert all(isinstance(action, known) for action in actions)
     assert [action.dest for action in actions][:1] == ["enable_graft"]
