@@ -132,8 +132,8 @@ class Images:
         node = self._nodes.pop(key)
         if isinstance(result, Packed) and result.image.identity != node.identity:
             result = AdapterChangedError(
-                f"adapter {name}: its files hold other weights than when it was loaded; unload it"
-                " and load it again"
+                f"adapter {name}: its files hold other weights than when it was loaded; load it"
+                ' again with "load_inplace": true'
             )
         if isinstance(result, Packed):
             return node

@@ -85,7 +85,7 @@ def test_a_read_that_fails_ends_those_who_waited_for_it(kind: str) -> None:
     world.step()
     failed = [entry for entry in world.log if entry[0] == "failed"]
     assert [entry[1] for entry in failed] == [r.key for r in waiting if r]
-    assert all(("gone" if kind == "missing" else "unload it") in entry[2] for entry in failed)
+    assert all(("gone" if kind == "missing" else "load_inplace") in entry[2] for entry in failed)
     getattr(world.disk, kind).clear()
     later = world.enqueue(0, (1,))
     world.step()
