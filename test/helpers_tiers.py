@@ -244,6 +244,7 @@ class World:
             write_back=WriteBack(self.tree, self.transfers, self.counters, ahead=6, under_way=8),
         )
         self.nodes: dict[int, AdapterNode] = {}
+        self.loading: dict[int, Future[Packed]] = {}
         self.queue: list[Request] = []
         self.running: list[Request] = []
         self.log: list[Tag] = []
@@ -256,23 +257,25 @@ class World:
     # ---- adapters
 
     def register(self, number: int, size: int) -> None:
-        """Begin to load an adapter; it is known once its file was read."""
+        """Begin to load an adapter; it is known once its file was read (`finish_loads`)."""
         self.disk.sizes.setdefault(number, size)
+        if number not in self.nodes and number not in self.loading:
+            self.loading[number] = self.executor.submit(self.disk.read, Path(f"/adapters/{number}"))
 
-        def on_read(result: Packed | Exception) -> AdapterNode | None:
-            if not isinstance(result, Packed):
+    def finish_loads(self) -> None:
+        """Register what was read, in the order in which it was asked for."""
+        while self.loading and next(iter(self.loading.values())).done():
+            number = next(iter(self.loading))
+            future = self.loading.pop(number)
+            if future.exception() is not None:
                 self.log.append(("refused", number))
-                return None
+                continue
             node = self.tree.add_adapter(f"adapter {number}", self.disk.sizes[number])
             self.nodes[number] = node
+            self.tiers.offer(node, future.result())
             self.log.append(("registered", number))
-            return node
-
-        if number not in self.nodes and not self.store.is_under_way(f"new {number}"):
-            self.images.register(f"new {number}", Path(f"/adapters/{number}"), on_read)
 
     def unload(self, number: int) -> None:
-        self.images.cancel(f"new {number}")
         node = self.nodes.pop(number, None)
         if node is None:
             return
@@ -298,6 +301,7 @@ class World:
 
     def step(self) -> None:
         """One scheduling pass: fail, pass over or start the requests in the queue."""
+        self.finish_loads()
         self.ledger.reserve = len(self.running)
         self.tiers.step([request.wish for request in self.queue])
         full, skipped = False, []
@@ -423,6 +427,7 @@ class World:
             self.copier.drain()
             while self.executor.advance():
                 pass
+            self.finish_loads()
             self.tiers.step([request.wish for request in self.queue])
         self.copier.drain()
         self.transfers.poll()

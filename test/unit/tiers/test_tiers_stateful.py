@@ -23,7 +23,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @initialize(
         pages=st.integers(12, 30),
-        host_pages=st.integers(6, 60),
+        host_pages=st.integers(5, 60),
         patience=st.integers(0, 3),
         lookahead=st.integers(1, 5),
     )
@@ -32,8 +32,8 @@ class TierMachine(RuleBasedStateMachine):
             World(pages, host_pages, patience=patience, lookahead=lookahead) for _ in range(2)
         ]
         for number in range(3):
-            self.each(lambda world, number=number: world.register(number, 1 + number))
-        self.each(lambda world: world.settle())
+            self.each(lambda world, number=number: world.register(number, 2 + number))
+            self.each(lambda world: world.settle())
 
     def each(self, act: Callable[[World], object]) -> None:
         for world in self.worlds:
