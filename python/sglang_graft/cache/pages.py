@@ -173,6 +173,7 @@ class TreePages:
         """
         freed = 0
         run: list[int] = []
+        flying: list[int] = []
         while freed < pages:
             victim = self._victims.pop()
             if victim is None:
@@ -182,10 +183,15 @@ class TreePages:
                 self.evicted_adapters += 1
                 freed += self._unload(victim)
             else:
+                landed = self.is_landed(victim)
                 gone = self._cut(victim, pages - freed)
                 freed += len(gone)
-                run += gone
-        self._free(run)
+                if landed:
+                    run += gone
+                else:
+                    flying += gone
+        self._free(run, Owner.KV_CACHED)
+        self._free(flying, Owner.IN_FLIGHT)
         self._evictable -= freed
         return freed
 
@@ -275,22 +281,22 @@ class TreePages:
         if adapter.identity is None:
             return 0
         pages, adapter.pages = adapter.pages, []
-        self._free(pages)
+        landed = adapter.state is State.RESIDENT
+        self._free(pages, Owner.ADAPTER if landed else Owner.IN_FLIGHT)
         adapter.state = State.ABSENT
         adapter.left = self._clock
         self._settle(adapter)
         return len(pages)
 
-    def _free(self, pages: Sequence[int]) -> None:
-        """Give pages of nodes back, whatever they held."""
-        if not pages:
-            return
-        self.on_freed(pages)
-        by_owner: dict[Owner, list[int]] = {}
-        for page in pages:
-            by_owner.setdefault(self.ledger.owner_of(page), []).append(page)
-        for owner, run in by_owner.items():
-            self.ledger.give(run, owner)
+    def _free(self, pages: Sequence[int], owner: Owner) -> None:
+        """Give pages that leave their nodes back."""
+        if pages:
+            self.on_freed(pages)
+            self.ledger.give(pages, owner)
+
+    def _owner(self, node: Node) -> Owner:
+        """Who has the pages of a KV node on the device, in the ledger's words."""
+        return Owner.KV_CACHED if self.is_landed(node) else Owner.IN_FLIGHT
 
     def _split(self, lower: Node, size: int) -> Node:
         """Put the first `size` bytes of a node into one above it, which is returned."""

@@ -271,8 +271,9 @@ class UnifiedTree(TreePages):
     def _adopt(self, node: Node, pages: list[int]) -> None:
         """KV that was on the host alone, or on its way here, was computed anew into `pages`."""
         if node.pages:
+            owner = self._owner(node)
             void, node.pages = node.pages, pages
-            self._free(void)
+            self._free(void, owner)
         else:
             self._place(node, pages)
 
@@ -291,18 +292,19 @@ class UnifiedTree(TreePages):
 
     def _free_below(self, adapter: AdapterNode) -> int:
         """Free the KV of an adapter that nobody holds; returns its device pages."""
-        run: list[int] = []
+        freed = 0
         for node in below(adapter):
             if self.host is not None:
                 self.host.release(node)
             if node.lock == 0:
-                run += node.pages
+                freed += len(node.pages)
                 self._victims.forget(node)
+                if node.pages:
+                    self._free(node.pages, self._owner(node))
                 detach(node)
-        self._free(run)
-        adapter.kv_pages -= len(run)
-        self._evictable -= len(run)
-        return len(run)
+        adapter.kv_pages -= freed
+        self._evictable -= freed
+        return freed
 
     def _release(self, adapter: AdapterNode) -> int:
         """Free what nobody holds of a dropped adapter; forget it when that is all."""
