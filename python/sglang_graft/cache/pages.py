@@ -138,8 +138,9 @@ class TreePages:
         """Take pages for KV that is on the host alone: owner IN_FLIGHT until `landed`.
 
         Its parent must be on the device or on its way, and its host copy readable. Evicts as `load`
-        does. Returns None, with nothing changed, if there is no room now. The node may be evicted
-        or split before the copy lands; `landed` is for the pages that are still its own.
+        does. Returns None, with nothing changed, if there is no room now. Counts as a use of its
+        path, or it would be the next victim. The node may be evicted or split before the copy
+        lands; `landed` is for the pages that are still its own.
         """
         parent, copy = node.parent, node.host
         assert parent is not None, f"node {node.serial} was evicted"
@@ -150,6 +151,11 @@ class TreePages:
         self.lock(parent)  # what follows may evict, but not the path to this node
         pages = self._take(len(copy.pages), use_reserve=use_reserve)
         if pages is not None:
+            clock, step = self._tick(), node
+            step.last_use = clock
+            while step.parent is not None:
+                step = step.parent
+                step.last_use = clock
             self._place(node, pages)
         self.unlock(parent)
         return pages

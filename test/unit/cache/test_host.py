@@ -97,6 +97,18 @@ def test_promotion_and_landing(pool: Pool) -> None:
     pool.check()
 
 
+def test_what_was_promoted_is_not_the_next_victim(pool: Pool) -> None:
+    node = pool.put("ab")
+    pool.copy(node)
+    pool.tree.evict(2)
+    other = pool.put("xyz")
+    pool.tree.landed(pool.tree.promote(node) or [])
+    pool.tree.evict(3)
+    assert other.pages == []
+    assert pool.cached("ab") == 2
+    pool.check()
+
+
 def test_promotion_keeps_the_path_it_continues(pool: Pool) -> None:
     upper = pool.put("ab")
     lower = pool.put("abcd")
