@@ -22,7 +22,8 @@ pytestmark = pytest.mark.server
 PAGE_TOKENS = 16
 PAGE_BYTES = 2 * 3 * PAGE_TOKENS * 2 * 16 * 4  # K and V, layers, tokens, heads, head size, float32
 POOL_PAGES = 120
-RANKS = dict.fromkeys("abcdefghijkl", 16)  # 24 pages each
+NAMES = [f"t{number}" for number in range(12)]
+RANKS = dict.fromkeys(NAMES, 16)  # 24 pages each
 SESSIONS, TURNS = 100, 5
 IN_FLIGHT = 8
 OWNERS = ("free", "adapter", "kv_cached", "in_flight")
@@ -90,7 +91,7 @@ def flushed(server: Server) -> None:
 def converse(server: Server, truth: Reference, seed: int) -> None:
     """One session: every turn continues the whole conversation so far."""
     source = random.Random(seed)
-    name = source.choice([None, *RANKS])
+    name = source.choice([None, *NAMES])
     prompt = tiny_model.prompt(24, seed)
     for turn in range(TURNS):
         request = Request(name, prompt, new_tokens=8)
@@ -99,7 +100,7 @@ def converse(server: Server, truth: Reference, seed: int) -> None:
         prompt += tuple(answer["output_ids"]) + tiny_model.prompt(8, seed + 1000 * (turn + 1))
 
 
-def push_out(server: Server, truth: Reference, names: str) -> None:
+def push_out(server: Server, truth: Reference, names: list[str]) -> None:
     """Requests that fill the pool with other adapters and their KV."""
     requests = [Request(name, tiny_model.prompt(200, 7)) for name in names]
     check(truth, requests, server.ask_all(requests, 2))
@@ -125,11 +126,11 @@ def test_five_hundred_requests_of_sessions(server: Server, truth: Reference) -> 
 def test_promoted_kv_gives_the_same_tokens(server: Server, truth: Reference) -> None:
     if is_small(server):
         pytest.skip("images take all of this host pool")
-    request = Request("a", tiny_model.prompt(160, 3))
+    request = Request("t0", tiny_model.prompt(160, 3))
     first = server.ask(request)
-    wait_until(lambda: adapter(server, "a")["host_kv_pages"] >= 10)
-    push_out(server, truth, "bcdefg")
-    away = adapter(server, "a")
+    wait_until(lambda: adapter(server, "t0")["host_kv_pages"] >= 10)
+    push_out(server, truth, NAMES[1:7])
+    away = adapter(server, "t0")
     assert (away["state"], away["kv_pages"]) == ("host", 0)
     assert away["host_kv_pages"] >= 10
     before = host(server)["promotions"]
@@ -142,10 +143,10 @@ def test_promoted_kv_gives_the_same_tokens(server: Server, truth: Reference) -> 
 
 def test_fifty_first_uses_of_a_cold_adapter_are_one_load(server: Server, truth: Reference) -> None:
     server.flush()
-    before = adapter(server, "k")
-    requests = [Request("k", tiny_model.prompt(20, 5), new_tokens=2) for _ in range(50)]
+    before = adapter(server, "t10")
+    requests = [Request("t10", tiny_model.prompt(20, 5), new_tokens=2) for _ in range(50)]
     check(truth, requests, server.ask_all(requests, 50))
-    after = adapter(server, "k")
+    after = adapter(server, "t10")
     assert after["loads"] == before["loads"] + 1
     assert after["disk_reads"] - before["disk_reads"] == (before["state"] == "disk")
     flushed(server)
@@ -180,7 +181,7 @@ def test_a_file_that_went_bad_after_its_registration(
         file.write_bytes(good[: len(good) // 2])
     else:
         file.write_bytes((other / tiny_adapters.WEIGHTS).read_bytes())
-    others = [Request(n, tiny_model.prompt(20)) for n in (None, "a", "b")]
+    others = [Request(n, tiny_model.prompt(20)) for n in (None, "t0", "t1")]
     with ThreadPoolExecutor(4) as threads:
         bad = [threads.submit(refused, server, name, texts[fault]) for _ in range(3)]
         check(truth, others, server.ask_all(others, 3))
@@ -196,7 +197,7 @@ def test_a_file_that_went_bad_after_its_registration(
 def test_unload_abort_and_flush_while_adapters_load(
     server: Server, truth: Reference, folders: dict[str, Path]
 ) -> None:
-    requests = [Request(name, tiny_model.prompt(40, i)) for i, name in enumerate([*RANKS] * 4)]
+    requests = [Request(name, tiny_model.prompt(40, i)) for i, name in enumerate(NAMES * 4)]
 
     def one(request: Request) -> None:
         response = server.post("/generate", request.body())
@@ -212,7 +213,7 @@ def test_unload_abort_and_flush_while_adapters_load(
     with ThreadPoolExecutor(IN_FLIGHT) as threads:
         working = [threads.submit(one, request) for request in requests]
         working += [threads.submit(leave, request) for request in requests[::3]]
-        for name in "cfi":
+        for name in ("t2", "t5", "t8"):
             assert server.unload(name).status_code == 200
             server.post("/flush_cache")  # refused while requests run, which is no fault
             assert server.load(name, server.log.parent / name).status_code == 200
