@@ -142,6 +142,20 @@ def test_kv_comes_back_with_its_adapter() -> None:
     world.settle()
 
 
+def test_a_request_waits_for_its_kv_alone() -> None:
+    world = world_with(20, 40)
+    run(world, world.enqueue(None, (1, 0, 1)))
+    finish_all(world)
+    world.tree.evict(20)
+    waiting, other = world.enqueue(None, (1, 0, 1, 1)), world.enqueue(None, (0,))
+    world.step()
+    assert (world.queue, world.running) == ([waiting], [other])
+    world.copier.drain()
+    assert run(world, waiting) == 1
+    assert waiting
+    assert waiting.cached == 3
+
+
 def test_kv_that_is_cheaper_to_compute_stays() -> None:
     class Slow:
         def load_seconds(self, nbytes: int) -> float:
