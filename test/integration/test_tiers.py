@@ -4,6 +4,7 @@ One server has a host pool that holds all images and KV besides, the other one s
 have to be read from disk again.
 """
 
+import functools
 import random
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ NAMES = [f"t{number}" for number in range(12)]
 RANKS = dict.fromkeys(NAMES, 16)  # 24 pages each
 SESSIONS, TURNS = 100, 5
 IN_FLIGHT = 8
+HOSTS = {"large": 2000, "small": 80}  # pages
+only = functools.partial(pytest.mark.parametrize, "server", indirect=True, scope="module")
 OWNERS = ("free", "adapter", "kv_cached", "in_flight")
 
 
@@ -43,7 +46,7 @@ def truth(folders: dict[str, Path]) -> Reference:
     return Reference(tiny_model.new_model(), folders)
 
 
-@pytest.fixture(scope="module", params=[2000, 80], ids=["large-host", "small-host"])
+@pytest.fixture(scope="module", params=list(HOSTS))
 def server(
     request: pytest.FixtureRequest,
     base_model: Path,
@@ -51,7 +54,7 @@ def server(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     flags = ["--page-size", str(PAGE_TOKENS), "--max-total-tokens", str(POOL_PAGES * PAGE_TOKENS)]
-    flags += ["--graft-host-memory-gb", gigabytes(request.param)]
+    flags += ["--graft-host-memory-gb", gigabytes(HOSTS[request.param])]
     folder = tmp_path_factory.mktemp("server")
     # Copies, so that a test may spoil them.
     own = {name: folder / name for name in folders}
@@ -123,9 +126,8 @@ def test_five_hundred_requests_of_sessions(server: Server, truth: Reference) -> 
     flushed(server)
 
 
+@only(["large"])
 def test_promoted_kv_gives_the_same_tokens(server: Server, truth: Reference) -> None:
-    if is_small(server):
-        pytest.skip("images take all of this host pool")
     request = Request("t0", tiny_model.prompt(160, 3))
     first = server.ask(request)
     wait_until(lambda: adapter(server, "t0")["host_kv_pages"] >= 10)
@@ -164,12 +166,11 @@ def refused(server: Server, name: str, text: str) -> None:
     assert text in response.text
 
 
+@only(["small"])
 @pytest.mark.parametrize("fault", ["gone", "half", "other"])
 def test_a_file_that_went_bad_after_its_registration(
     server: Server, truth: Reference, folders: dict[str, Path], fault: str
 ) -> None:
-    if not is_small(server):
-        pytest.skip("every image stays in this host pool")
     name = absent_from_host(server)
     file = server.log.parent / name / tiny_adapters.WEIGHTS
     good = file.read_bytes()
@@ -181,7 +182,8 @@ def test_a_file_that_went_bad_after_its_registration(
         file.write_bytes(good[: len(good) // 2])
     else:
         file.write_bytes((other / tiny_adapters.WEIGHTS).read_bytes())
-    others = [Request(n, tiny_model.prompt(20)) for n in (None, "t0", "t1")]
+    sound = [n for n in NAMES if n != name]
+    others = [Request(n, tiny_model.prompt(20)) for n in (None, *sound[:2])]
     with ThreadPoolExecutor(4) as threads:
         bad = [threads.submit(refused, server, name, texts[fault]) for _ in range(3)]
         check(truth, others, server.ask_all(others, 3))
