@@ -55,6 +55,7 @@ def test_locked_nodes_and_parents_lose_their_entry_when_they_surface() -> None:
     heap = filled(locked, parent, free)
     locked.lock = 1
     parent.children[b""] = free
+    parent.device_children = 1
     assert heap.pop() is free
     assert (locked.entry, parent.entry, len(heap)) == (None, None, 0)
     locked.lock = 0
