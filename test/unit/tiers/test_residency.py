@@ -194,9 +194,7 @@ def test_a_running_request_keeps_its_removed_adapter() -> None:
     assert again.node is not known.node
     residency.tree.unlock(known.node)
     assert residency.tree.ledger.free == residency.tree.ledger.total
-    assert residency.host_bytes() == 2 * again.image.pages.numel()
     residency.purge()
-    assert residency.host_bytes() == again.image.pages.numel()
     assert residency.node("id-1") is None
     check(residency)
 
