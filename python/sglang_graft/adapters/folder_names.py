@@ -33,11 +33,13 @@ def folder_problem(name: str, reserved: Collection[str] = ()) -> str | None:
 
 def given_problem(name: str, reserved: Collection[str] = ()) -> str | None:
     """Why `name`, given by hand, cannot be an adapter's name, or None."""
+    if (taken := _taken(name, reserved)) is not None:
+        return taken
     if not 1 <= len(name) <= LONGEST:
         return f"wanted a name of 1 to {LONGEST} characters, got {len(name)}"
     if not name.isprintable() or name != name.strip():
         return f"wanted printable characters without spaces around them, got {name!r}"
-    return _taken(name, reserved)
+    return None
 
 
 def _taken(name: str, reserved: Collection[str]) -> str | None:
