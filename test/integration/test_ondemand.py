@@ -80,8 +80,10 @@ def answers(server: Server, reference: Reference, name: str, kind: str) -> bool:
 
 
 def loads(server: Server, name: str) -> int:
-    """How often SGLang was asked to load `name`."""
-    return server.log.read_text().count(f"Start load Lora adapter. Lora name={name},")
+    """How often `name` was loaded, or replaced by what its folder holds."""
+    log = server.log.read_text()
+    lines = (f"Start load Lora adapter. Lora name={name},", f"Adapter {name} has changed and is")
+    return sum(map(log.count, lines))
 
 
 def test_C136_C137_exactly_the_usable_folders_are_listed(
