@@ -110,6 +110,7 @@ class UnifiedTree:
         adapter.loads += 1
         adapter.pages = pages
         adapter.last_use = self._tick()
+        self.policy.loaded(adapter, self._clock)
         self._count_new(adapter, len(pages))
         return pages
 
@@ -218,6 +219,18 @@ class UnifiedTree:
         if adapter.dropped and adapter.lock == 0:
             self._release(adapter)
 
+    def use(self, node: Node) -> None:
+        """Tell the policy that a request was admitted with this match; once for each request.
+
+        Matches and locks come several times for a request that waits, so they do not count. Call
+        it before the request's own KV is inserted.
+        """
+        again = node.whole and not node.children and node.parent is not None
+        step: Node | None = node
+        while step is not None:
+            self.policy.used(step, self._clock, again=again)
+            step = step.parent
+
     # ---- eviction
 
     def evict(self, pages: int) -> int:
@@ -228,10 +241,13 @@ class UnifiedTree:
         """
         freed = 0
         run: list[int] = []
+        if pages > 0 and self.policy.changed():
+            self.reprice()
         while freed < pages:
             victim = self._victims.pop()
             if victim is None:
                 break
+            self.policy.evicted(victim, self._clock)
             if isinstance(victim, AdapterNode):
                 victim.evictions += 1
                 freed += self._unload(victim)
@@ -242,6 +258,10 @@ class UnifiedTree:
         self.ledger.give(run, Owner.KV_CACHED)
         self._evictable -= freed
         return freed
+
+    def revalue(self, node: Node) -> None:
+        """Look at one node again whose value fell."""
+        self._victims.reshaped(node)
 
     def reprice(self) -> None:
         """Order the victims anew after the policy changed its prices. O(n)."""
@@ -324,6 +344,8 @@ class UnifiedTree:
         node.parent = parent
         node.adapter = parent.adapter
         node.last_use = self._clock
+        node.start = parent.start + len(parent.pages) if parent is not parent.adapter else 0
+        self.policy.used(node, self._clock, again=False)
         parent.children[edge] = node
         node.adapter.kv_pages += len(pages)
         self._count_new(node, len(pages))
@@ -344,6 +366,7 @@ class UnifiedTree:
         leaf.adapter.kv_pages -= len(gone)
         if keep:
             leaf.pages = leaf.pages[:keep]
+            leaf.whole = False
             leaf.key = leaf.key[: keep * self._page_bytes]
             self._victims.push(leaf)
         else:
