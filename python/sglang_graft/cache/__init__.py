@@ -1,8 +1,9 @@
 """One tree over adapters and prefix KV, and the order in which they are evicted."""
 
-from sglang_graft.cache.cost import Cost, Prices, Tier
+from sglang_graft.cache.cost import Cost, Prices
 from sglang_graft.cache.elora import Elora
-from sglang_graft.cache.node import AdapterNode, Insertion, Match, Node, State
+from sglang_graft.cache.host import HostTier
+from sglang_graft.cache.node import AdapterNode, HostCopy, Insertion, Match, Node, State
 from sglang_graft.cache.policies import make_policy, policy_names
 from sglang_graft.cache.policy import EvictionPolicy, Lru
 from sglang_graft.cache.rates import RateMeter, Rates
@@ -13,6 +14,8 @@ __all__ = [
     "Cost",
     "Elora",
     "EvictionPolicy",
+    "HostCopy",
+    "HostTier",
     "Insertion",
     "Lru",
     "Match",

@@ -2,65 +2,53 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sglang_graft.cache.node import AdapterNode, Node
 from sglang_graft.cache.policy import EvictionPolicy
 from sglang_graft.cache.rates import Rates
+from sglang_graft.cache.runs import TOKEN_BYTES
 
 # A price of 0 would make a node worthless however often it is wanted.
 _LEAST_S = 1e-12
 
 
-class Tier(enum.Enum):
-    """Which memory a policy orders."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
-def nowhere(node: Node) -> bool:
-    """No node has a host copy."""
-    return False
-
-
 @dataclass(slots=True)
 class Prices:
-    """Seconds for a page of a node to come back to the device after it left `tier`.
+    """Seconds for a page of a node to come back to the device.
 
-    From the device: a copy of what the host has; otherwise adapters are read from the disk and
-    copied, and KV is computed again, at its depth, if that is not cheaper than the copy anyway.
-    From the host: the difference that the host copy makes.
+    A node on the device comes back by a copy if the host has it; otherwise weights are read from
+    the disk and copied, and KV is computed again at its depth. A host copy is worth the difference
+    that it makes.
 
     rates: prices of this window; after a change call `UnifiedTree.reprice()`.
-    in_host: whether a node has a host copy; where its answer turns to True for a node on the
-    device, call `UnifiedTree.revalue`.
     """
 
     page_bytes: int = 2**21
     page_tokens: int = 16
     rates: Rates = field(default_factory=Rates)
-    tier: Tier = Tier.DEVICE
-    in_host: Callable[[Node], bool] = nowhere
 
     def seconds_per_page(self, node: Node) -> float:
-        """Seconds for each page of the node; more than 0."""
-        rates, copy = self.rates, self.rates.h2d(self.page_bytes)
-        if isinstance(node, AdapterNode):
-            read = rates.disk(self.page_bytes)
-            if self.tier is Tier.HOST:
-                return read
-            return copy if self.in_host(node) else read + copy
-        compute = self._compute(node)
-        if self.tier is Tier.HOST:
-            return max(compute - copy, _LEAST_S)
-        return min(copy, compute) if self.in_host(node) else compute
+        """Seconds for each page of the node when it leaves the device; more than 0."""
+        lost = self._lost(node)
+        return lost if node.host is None else min(self.copy_seconds, lost)
 
-    def _compute(self, node: Node) -> float:
-        tokens, pages = self.page_tokens, max(1, len(node.pages))
-        return self.rates.prefill(pages * tokens, node.start * tokens) / pages
+    def host_seconds_per_page(self, node: Node) -> float:
+        """Seconds for each page of the node that its host copy saves; more than 0."""
+        return max(self._lost(node) - self.copy_seconds, _LEAST_S)
+
+    @property
+    def copy_seconds(self) -> float:
+        """Seconds to copy a page from the host."""
+        return self.rates.load_seconds(self.page_bytes)
+
+    def _lost(self, node: Node) -> float:
+        """Seconds a page to bring it back from nowhere."""
+        if isinstance(node, AdapterNode):
+            return self.rates.read_seconds(self.page_bytes) + self.copy_seconds
+        tokens = max(1, len(node.key) // TOKEN_BYTES)
+        pages = max(1, tokens // self.page_tokens)
+        return self.rates.prefill_seconds(tokens, node.start * self.page_tokens) / pages
 
 
 class Cost(EvictionPolicy):
@@ -78,27 +66,27 @@ class Cost(EvictionPolicy):
 
     A next turn of a conversation (`again`) makes the path as fresh as a first one but adds nothing
     to the count: turns come in a row and then stop, and an adapter or a shared prompt would be
-    taken for popular after each of them. A host tier counts them (`count_turns`): it turns over
-    in minutes, and turns are the requests that it saves from the disk.
+    taken for popular after each of them.
     """
 
     name = "cost"
 
-    def __init__(self, prices: Prices | None = None, *, count_turns: bool | None = None) -> None:
+    def __init__(self, prices: Prices | None = None) -> None:
         self.prices = prices or Prices()
         self.level = 0.0
-        in_host = self.prices.tier is Tier.HOST
-        self.count_turns = in_host if count_turns is None else count_turns
 
     def value(self, node: Node) -> float:
         """Level below which it does not fall."""
         return node.used_at + max(1.0, node.uses) * self.prices.seconds_per_page(node)
 
+    def host_value(self, node: Node) -> float:
+        """The same with what the host copy saves."""
+        return node.used_at + max(1.0, node.uses) * self.prices.host_seconds_per_page(node)
+
     def used(self, node: Node, clock: int, *, again: bool) -> None:
         """Count it, and make it as young as any."""
         aged = self._aged(node)
-        counts = self.count_turns or not again or not node.uses
-        node.uses = aged + 1.0 if counts else max(1.0, aged)
+        node.uses = max(1.0, aged) if again else aged + 1.0
         node.used_at = self.level
 
     def loaded(self, adapter: AdapterNode, clock: int) -> None:

@@ -43,8 +43,9 @@ class Elora(EvictionPolicy):
 
     def value(self, node: Node) -> float:
         """Logarithm of Eval, up to a term that all nodes share."""
-        size = len(node.pages) * self.prices.page_bytes
-        seconds = self.prices.rates.h2d(max(1, size))
+        pages = len(node.pages) if node.pages or node.host is None else len(node.host.pages)
+        size = pages * self.prices.page_bytes
+        seconds = self.prices.rates.load_seconds(max(1, size))
         reward = self._bonus if isinstance(node, AdapterNode) else 0.0
         idle = _log_sum(-self._now / self.ticks, -node.used_at / self.ticks)
         return reward + math.log(seconds * max(1.0, node.uses)) - idle

@@ -23,6 +23,10 @@ class EvictionPolicy:
         """What the node is worth now."""
         raise NotImplementedError
 
+    def host_value(self, node: Node) -> float:
+        """What its host copy is worth while it is, or would be, the only one; orders the host."""
+        return self.value(node)
+
     def used(self, node: Node, clock: int, *, again: bool) -> None:
         """The node was created, or a request was admitted that reads it.
 

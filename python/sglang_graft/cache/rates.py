@@ -30,15 +30,15 @@ class Rates:
                 f"prefill_s_per_token_pair: wanted 0 or more, got {self.prefill_s_per_token_pair}"
             )
 
-    def h2d(self, nbytes: float) -> float:
+    def load_seconds(self, nbytes: float) -> float:
         """Seconds to copy from the host to the device."""
         return nbytes / self.h2d_bytes_per_s
 
-    def disk(self, nbytes: float) -> float:
+    def read_seconds(self, nbytes: float) -> float:
         """Seconds to read from the disk into the host."""
         return nbytes / self.disk_bytes_per_s
 
-    def prefill(self, tokens: float, depth: float) -> float:
+    def prefill_seconds(self, tokens: float, depth: float) -> float:
         """Seconds to compute `tokens` whose first one stands at position `depth`."""
         pairs = tokens * (depth + tokens / 2)
         return tokens * self.prefill_s_per_token + pairs * self.prefill_s_per_token_pair

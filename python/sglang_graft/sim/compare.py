@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_graft.cache import EvictionPolicy, Prices, Rates, Tier, make_policy, policy_names
-from sglang_graft.sim.host import Host, HostTree, NoHost
+from sglang_graft.cache import EvictionPolicy, Prices, Rates, make_policy, policy_names
 from sglang_graft.sim.optimum import lower_bound, uses
 from sglang_graft.sim.replay import Replay, summary
 from sglang_graft.sim.schedule import Schedule, Server, schedule
@@ -47,38 +46,20 @@ class Bench:
         """Pages of the host tier."""
         return self.options.sizes.pages(self.options.host_gb)
 
-    def policy(self, name: str, tier: Tier, host: Host) -> EvictionPolicy:
+    def policy(self, name: str) -> EvictionPolicy:
         """A fresh policy that knows this server's prices."""
-        sizes = self.options.sizes
-        return make_policy(
-            name,
-            Prices(
-                page_bytes=sizes.page_bytes,
-                page_tokens=sizes.page_tokens,
-                rates=self.options.rates,
-                tier=tier,
-                in_host=host.holds,
-            ),
-        )
-
-    def host(self, name: str) -> Host:
-        """An empty host tier that goes by the same policy."""
-        if not self.host_pages:
-            return NoHost()
-        adapters = self.trace.workload.adapters
-        images = {spec.name: self.trace.weight_pages(i) for i, spec in enumerate(adapters)}
-        policy = self.policy(name, Tier.HOST, NoHost())
-        return HostTree.of(self.host_pages, self.options.sizes.page_tokens, policy, images)
+        sizes, rates = self.options.sizes, self.options.rates
+        prices = Prices(page_bytes=sizes.page_bytes, page_tokens=sizes.page_tokens, rates=rates)
+        return make_policy(name, prices)
 
     def replay(self, name: str) -> Replay:
         """A finished run of the policy called `name`."""
-        host = self.host(name)
         run = Replay(
             self.trace,
             self.plan,
             self.server,
-            self.policy(name, Tier.DEVICE, host),
-            host,
+            self.policy(name),
+            self.host_pages,
             prefetch=self.options.prefetch,
             dependency_rule=self.options.dependency_rule,
             check=self.options.check,

@@ -86,8 +86,8 @@ class _Cutter:
         if not self._adapters_held[adapter]:
             pages = self.trace.weight_pages(adapter)
             nbytes = pages * self.trace.sizes.page_bytes
-            copy = self.rates.h2d(nbytes)
-            full = copy + self.rates.disk(nbytes)
+            copy = self.rates.load_seconds(nbytes)
+            full = copy + self.rates.read_seconds(nbytes)
             self._again(self._adapters_left[adapter], slot, pages, full, copy)
         self._adapters_held[adapter] += 1
 
@@ -105,7 +105,7 @@ class _Cutter:
                 self._run(group, place, left, slot)
                 group, left = place, now
         tail = usable * size
-        self.found.compulsory_s += self.rates.prefill(demand.prompt - tail, tail)
+        self.found.compulsory_s += self.rates.prefill_seconds(demand.prompt - tail, tail)
         for block in demand.blocks:
             self._blocks_held[block] += 1
 
@@ -114,15 +114,18 @@ class _Cutter:
         if first == end or left == slot:
             return
         sizes, pages = self.trace.sizes, end - first
-        full = self.rates.prefill(pages * sizes.page_tokens, first * sizes.page_tokens)
+        full = self.rates.prefill_seconds(pages * sizes.page_tokens, first * sizes.page_tokens)
         self._again(left, slot, pages, full, self._copy(first, end))
 
     def _copy(self, first: int, end: int) -> float:
         """Seconds to bring pages first..end back from the host, each one in the cheaper way."""
-        size, page = self.trace.sizes.page_tokens, self.rates.h2d(self.trace.sizes.page_bytes)
-        if page <= self.rates.prefill(size, first * size):
+        size, page = (
+            self.trace.sizes.page_tokens,
+            self.rates.load_seconds(self.trace.sizes.page_bytes),
+        )
+        if page <= self.rates.prefill_seconds(size, first * size):
             return page * (end - first)
-        return sum(min(page, self.rates.prefill(size, p * size)) for p in range(first, end))
+        return sum(min(page, self.rates.prefill_seconds(size, p * size)) for p in range(first, end))
 
     def _again(self, left: int, slot: int, pages: int, full: float, copy: float) -> None:
         if left < 0:

@@ -12,18 +12,22 @@ start when it comes; without, when its turn has come, and the device waits for t
 from __future__ import annotations
 
 from array import array
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sglang_graft.cache import AdapterNode, EvictionPolicy, Node, State, UnifiedTree
 from sglang_graft.cache.rates import Rates
+from sglang_graft.cache.runs import TOKEN_BYTES
 from sglang_graft.pool.ledger import Owner, PageLedger
-from sglang_graft.sim.host import Host
 from sglang_graft.sim.schedule import Schedule, Server
+from sglang_graft.sim.tiers import DeviceAlone, Moved, ThreeTiers, Tiers
 from sglang_graft.sim.trace import Demand, Trace
 
 # Appended to an adapter's name where its KV is kept apart from its weights.
 _SPACE = "/kv"
+_NOTHING: array[int] = array("q")
+# Write-back looks this share of the pool ahead of eviction.
+_AHEAD_SHARE = 8
 
 
 @dataclass(slots=True)
@@ -41,7 +45,8 @@ class Totals:
     disk_reads: int = 0
     h2d_bytes: int = 0
     disk_bytes: int = 0
-    evicted_pages: int = 0
+    stored_bytes: int = 0
+    """Written back to the host."""
     invalid_kv_pages: int = 0
     """Cached KV without its adapter, summed over admissions; 0 with the dependency rule."""
     sampled_kv_pages: int = 0
@@ -81,7 +86,7 @@ class Replay:
     plan: Schedule
     server: Server
     policy: EvictionPolicy
-    host: Host
+    host_pages: int = 0
     prefetch: bool = True
     dependency_rule: bool = True
     """False: weights leave whatever KV they have, which stays and is invalid meanwhile."""
@@ -90,18 +95,31 @@ class Replay:
     ttft_s: list[float] = field(default_factory=list)
     ledger: PageLedger = field(init=False)
     tree: UnifiedTree = field(init=False)
+    tiers: Tiers = field(init=False)
     _running: dict[int, _Running] = field(default_factory=dict)
     _free_at: float = 0.0
     _link_at: float = 0.0
     _disk_at: float = 0.0
 
     def __post_init__(self) -> None:
+        sizes = self.trace.sizes
         self.ledger = PageLedger(self.server.pages + 1)
+        host = PageLedger(self.host_pages + 1) if self.host_pages else None
         self.tree = UnifiedTree(
-            self.ledger, page_tokens=self.trace.sizes.page_tokens, policy=self.policy
+            self.ledger, page_tokens=sizes.page_tokens, policy=self.policy, host=host
         )
+        self.tiers = DeviceAlone(self.tree)
+        if host is not None:
+            ahead = max(1, self.server.pages // _AHEAD_SHARE)
+            self.tiers = ThreeTiers(self.tree, self.server.rates, sizes.page_bytes, ahead)
         for index, spec in enumerate(self.trace.workload.adapters):
-            self.tree.add_adapter(spec.name, self.trace.weight_pages(index))
+            pages = self.trace.weight_pages(index)
+            if host is not None and pages > host.total:
+                raise ValueError(
+                    f"--host-gb: wanted room for {pages} pages, the largest adapter, "
+                    f"got {host.total}; 0 is no host tier"
+                )
+            self.tree.add_adapter(spec.name, pages)
             if not self.dependency_rule:
                 space = self.tree.add_adapter(spec.name + _SPACE, 0)
                 self.tree.load(space)
@@ -114,12 +132,14 @@ class Replay:
             if event.admitted:
                 service = self._admit(event.request)
                 self._time(event.request, service)
+                self.tiers.step()
             else:
                 self._end(event.request)
             if self.check:
                 self.tree.check_invariants()
                 self.ledger.check_invariants()
-                self.host.check_invariants()
+                self.tiers.check_invariants()
+        self.totals.stored_bytes = self.tiers.moved.stored * self.trace.sizes.page_bytes
         return self.totals
 
     @property
@@ -128,27 +148,53 @@ class Replay:
         return self.server.rates
 
     def _admit(self, index: int) -> _Service:
-        demand, service = self.trace.demands[index], _Service()
+        demand = self.trace.demands[index]
         tokens = self.trace.workload.requests[index].tokens()
-        name = self.trace.workload.adapters[demand.adapter].name
-        adapter = self.tree.adapter(name)
-        assert adapter is not None, f"adapter {name} is not registered"
-        self._bring(adapter, service)
-        self.tree.lock(adapter)
+        usable = tokens[: demand.usable]
+        adapter = self.tree.adapter(self.trace.workload.adapters[demand.adapter].name)
+        assert adapter is not None, f"the adapter of request {index} is not registered"
         space = self._space(adapter)
-        match = self.tree.match(space, tokens[: demand.usable])
+        here = sum(len(node.key) for node in self._landed(space, usable)) // TOKEN_BYTES
+        before = replace(self.tiers.moved)
+        self.tiers.bring(str(index), adapter, usable if space is adapter else _NOTHING)
+        self.tree.lock(adapter)
+        if space is not adapter:
+            self.tiers.bring(f"{index}{_SPACE}", space, usable)
+        match = self.tree.match(space, usable)
         self.tree.lock(match.node)
         self.tree.use(match.node)
         if space is not adapter:
             self.tree.use(adapter)
-        on_device = len(match.pages) * self.tree.page_tokens
-        on_host = self.host.cached(name, tokens[: demand.usable])
-        known = self._promote(on_device, on_host, service)
-        service.prefill += self.rates.prefill(demand.prompt - known, known)
-        self._count(demand, on_device, known, service)
-        self._keep(index, adapter, match.node, tokens, on_device)
+        known = len(match.pages) * self.tree.page_tokens
+        service = self._service(demand, before, known)
+        self._count(demand, min(here, known), known)
+        self._keep(index, adapter, match.node, tokens, known)
         if not self.dependency_rule:
             self._sample()
+        return service
+
+    def _landed(self, space: AdapterNode, tokens: array[int]) -> list[Node]:
+        """The nodes of the prefix that the device has before anything is brought."""
+        return [node for node in self.tree.peek(space, tokens) if node.pages]
+
+    def _service(self, demand: Demand, before: Moved, known: int) -> _Service:
+        """What was moved since `before`, in seconds, and what remains to be computed."""
+        moved, totals, page = self.tiers.moved, self.totals, self.trace.sizes.page_bytes
+        read = (moved.read - before.read) * page
+        copied = (moved.weights + moved.kv - before.weights - before.kv) * page
+        totals.disk_bytes += read
+        totals.h2d_bytes += copied
+        totals.disk_reads += read > 0
+        totals.adapter_loads += moved.weights > before.weights
+        totals.adapter_hits += moved.weights == before.weights
+        service = _Service(
+            self.rates.read_seconds(read),
+            self.rates.load_seconds(copied),
+            self.rates.prefill_seconds(demand.prompt - known, known),
+        )
+        totals.disk_seconds += service.disk
+        totals.h2d_seconds += service.copy
+        totals.prefill_seconds += service.prefill
         return service
 
     def _space(self, adapter: AdapterNode) -> AdapterNode:
@@ -169,56 +215,22 @@ class Replay:
         self.totals.invalid_kv_pages += invalid
         self.totals.sampled_kv_pages += self.ledger.count(Owner.KV_CACHED)
 
-    def _bring(self, adapter: AdapterNode, service: _Service) -> None:
-        """Adapter onto the device."""
-        identity, totals = adapter.identity, self.totals
-        assert identity is not None, "the base model needs no load"
-        if adapter.state is not State.ABSENT:
-            totals.adapter_hits += 1
-            return
-        nbytes = adapter.weight_pages * self.trace.sizes.page_bytes
-        if self.host.read(identity):
-            totals.disk_reads += 1
-            totals.disk_bytes += nbytes
-            service.disk += self.rates.disk(nbytes)
-        before = self.ledger.free
-        pages = self.tree.load(adapter)
-        assert pages is not None, f"no room for adapter {identity}: the schedule is wrong"
-        totals.evicted_pages += self.ledger.free - before + len(pages)
-        self.tree.loaded(adapter)
-        totals.adapter_loads += 1
-        totals.h2d_bytes += nbytes
-        service.copy += self.rates.h2d(nbytes)
-
-    def _promote(self, on_device: int, on_host: int, service: _Service) -> int:
-        """Tokens known after the cheaper of copy and forward was chosen for what the host has."""
-        if on_host <= on_device:
-            return on_device
-        nbytes = (on_host - on_device) * self.trace.sizes.kv_bytes_per_token
-        seconds = self.rates.h2d(nbytes)
-        if seconds >= self.rates.prefill(on_host - on_device, on_device):
-            return on_device
-        self.totals.h2d_bytes += nbytes
-        service.copy += seconds
-        return on_host
-
     def _keep(
-        self, index: int, adapter: AdapterNode, held: Node, tokens: array[int], on_device: int
+        self, index: int, adapter: AdapterNode, held: Node, tokens: array[int], known: int
     ) -> None:
         """Pages for the whole request; the prompt goes to the tree as after a prefill."""
         demand, tree = self.trace.demands[index], self.tree
         size = tree.page_tokens
-        wanted = demand.pages - on_device // size
-        self.totals.evicted_pages += max(0, tree.evict(wanted - self.ledger.free))
+        wanted = demand.pages - known // size
+        tree.evict(wanted - self.ledger.free)
         pages = self.ledger.take(wanted, Owner.KV_RUNNING)
         assert pages is not None, f"no room for request {index}: the schedule is wrong"
         aligned = demand.prompt // size * size
-        handed = (aligned - on_device) // size
-        done = tree.insert(self._space(adapter), tokens[:aligned], pages[:handed], start=on_device)
+        handed = (aligned - known) // size
+        done = tree.insert(self._space(adapter), tokens[:aligned], pages[:handed], start=known)
         tree.lock(done.node)
         tree.unlock(held)
         self._running[index] = _Running(done.node, adapter, tokens, aligned, pages[handed:])
-        self._commit(adapter, tokens[:aligned])
 
     def _end(self, index: int) -> None:
         running = self._running.pop(index)
@@ -229,25 +241,14 @@ class Replay:
         space = self._space(running.adapter)
         self.tree.insert(space, tokens, pages[:handed], start=running.locked)
         self.ledger.give(pages[handed:], Owner.KV_RUNNING)
-        self._commit(running.adapter, tokens)
         self.tree.unlock(running.node)
         self.tree.unlock(running.adapter)
 
-    def _commit(self, adapter: AdapterNode, tokens: array[int]) -> None:
-        """Write KV through to the host, and the image if the host lost it: its price falls."""
-        assert adapter.identity is not None, "the base model has no image"
-        self.host.commit(adapter.identity, tokens)
-        self.tree.revalue(adapter)
-
-    def _count(self, demand: Demand, on_device: int, known: int, service: _Service) -> None:
-        totals = self.totals
-        totals.requests += 1
-        totals.prompt_tokens += demand.prompt
-        totals.device_tokens += on_device
-        totals.host_tokens += known - on_device
-        totals.prefill_seconds += service.prefill
-        totals.h2d_seconds += service.copy
-        totals.disk_seconds += service.disk
+    def _count(self, demand: Demand, on_device: int, known: int) -> None:
+        self.totals.requests += 1
+        self.totals.prompt_tokens += demand.prompt
+        self.totals.device_tokens += on_device
+        self.totals.host_tokens += known - on_device
 
     def _time(self, index: int, service: _Service) -> None:
         """One more request through disk, link and device."""

@@ -146,4 +146,4 @@ def _warm_prefill(demand: Demand, known: bytearray, rates: Rates, page_tokens: i
         cached += page_tokens
     for block in demand.blocks:
         known[block] = 1
-    return rates.prefill(demand.prompt - cached, cached)
+    return rates.prefill_seconds(demand.prompt - cached, cached)
