@@ -187,7 +187,11 @@ class HostTier:
         for node in itertools.islice(reversed(twice.values()), _LOOKED_AT):
             if freed >= wanted:
                 break
-            if self._policy.host_value(node) > worth and node.serial not in kept and self._is_end(node):
+            if (
+                self._policy.host_value(node) > worth
+                and node.serial not in kept
+                and self._is_end(node)
+            ):
                 chosen.append(node)
                 freed += len(node.host.pages if node.host else ())
         for node in chosen:

@@ -132,9 +132,9 @@ class Replay:
             if event.admitted:
                 service = self._admit(event.request)
                 self._time(event.request, service)
-                self.tiers.step()
             else:
                 self._end(event.request)
+            self.tiers.step()
             if self.check:
                 self.tree.check_invariants()
                 self.ledger.check_invariants()
