@@ -30,20 +30,20 @@ class Prices:
 
     def seconds_per_page(self, node: Node) -> float:
         """Seconds for each page of the node when it leaves the device; more than 0."""
-        lost = self._lost(node)
+        lost = self.lost_seconds_per_page(node)
         return lost if node.host is None else min(self.copy_seconds, lost)
 
     def host_seconds_per_page(self, node: Node) -> float:
         """Seconds for each page of the node that its host copy saves; more than 0."""
-        return max(self._lost(node) - self.copy_seconds, _LEAST_S)
+        return max(self.lost_seconds_per_page(node) - self.copy_seconds, _LEAST_S)
 
     @property
     def copy_seconds(self) -> float:
         """Seconds to copy a page from the host."""
         return self.rates.load_seconds(self.page_bytes)
 
-    def _lost(self, node: Node) -> float:
-        """Seconds a page to bring it back from nowhere."""
+    def lost_seconds_per_page(self, node: Node) -> float:
+        """Seconds for each page to bring it back from nowhere."""
         if isinstance(node, AdapterNode):
             return self.rates.read_seconds(self.page_bytes) + self.copy_seconds
         tokens = max(1, len(node.key) // TOKEN_BYTES)
@@ -60,9 +60,11 @@ class Cost(EvictionPolicy):
     give up, which runs as fast as the pool turns over; nothing has to be tuned to a size or rate.
 
     uses: 1 at the start; a further use adds 1 to what is left of the count, which halves each
-    time the level rises by the node's price. A page wanted every 1/k of its life gets to about
-    1.44 k, so `uses` estimates a rate of reuse, as the frequency in GDSF does, and forgets. An
-    adapter keeps its count while it is off the device.
+    time the level rises by what the node costs without any copy. Without a host tier that is one
+    life of it: a page wanted every 1/k of its life gets to about 1.44 k. With one it is several
+    lives on the device, about one on the host, whose order uses the same count. So `uses`
+    estimates a rate of reuse, as the frequency in GDSF does, and forgets. An adapter keeps its
+    count while it is off the device.
 
     A next turn of a conversation (`again`) makes the path as fresh as a first one but adds nothing
     to the count: turns come in a row and then stop, and an adapter or a shared prompt would be
@@ -101,5 +103,5 @@ class Cost(EvictionPolicy):
     def _aged(self, node: Node) -> float:
         if not node.uses:
             return 0.0
-        idle = (self.level - node.used_at) / self.prices.seconds_per_page(node)
+        idle = (self.level - node.used_at) / self.prices.lost_seconds_per_page(node)
         return float(node.uses * 0.5**idle)

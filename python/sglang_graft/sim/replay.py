@@ -12,6 +12,7 @@ start when it comes; without, when its turn has come, and the device waits for t
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -26,8 +27,10 @@ from sglang_graft.sim.trace import Demand, Trace
 # Appended to an adapter's name where its KV is kept apart from its weights.
 _SPACE = "/kv"
 _NOTHING: array[int] = array("q")
-# Write-back looks this share of the pool ahead of eviction.
+# Write-back looks this share of the pool ahead of eviction, and at least two chunks of prefill: a
+# chunk takes its pages at once, and what it takes without a copy is lost.
 _AHEAD_SHARE = 8
+_AHEAD_CHUNKS = 2
 
 
 @dataclass(slots=True)
@@ -110,7 +113,8 @@ class Replay:
         )
         self.tiers = DeviceAlone(self.tree)
         if host is not None:
-            ahead = max(1, self.server.pages // _AHEAD_SHARE)
+            chunk = sizes.pages_for(self.server.chunk_tokens)
+            ahead = max(_AHEAD_CHUNKS * chunk, self.server.pages // _AHEAD_SHARE)
             self.tiers = ThreeTiers(self.tree, self.server.rates, sizes.page_bytes, ahead)
         for index, spec in enumerate(self.trace.workload.adapters):
             pages = self.trace.weight_pages(index)
@@ -221,16 +225,26 @@ class Replay:
         """Pages for the whole request; the prompt goes to the tree as after a prefill."""
         demand, tree = self.trace.demands[index], self.tree
         size = tree.page_tokens
-        wanted = demand.pages - known // size
-        tree.evict(wanted - self.ledger.free)
-        pages = self.ledger.take(wanted, Owner.KV_RUNNING)
-        assert pages is not None, f"no room for request {index}: the schedule is wrong"
+        pages: list[int] = []
+        for wanted in self._chunks(demand.pages - known // size):
+            tree.evict(wanted - self.ledger.free)
+            taken = self.ledger.take(wanted, Owner.KV_RUNNING)
+            assert taken is not None, f"no room for request {index}: the schedule is wrong"
+            pages += taken
+            self.tiers.step()
         aligned = demand.prompt // size * size
         handed = (aligned - known) // size
         done = tree.insert(self._space(adapter), tokens[:aligned], pages[:handed], start=known)
         tree.lock(done.node)
         tree.unlock(held)
         self._running[index] = _Running(done.node, adapter, tokens, aligned, pages[handed:])
+
+    def _chunks(self, pages: int) -> Iterator[int]:
+        """A long prompt is computed in chunks, and takes its pages chunk by chunk."""
+        most = self.trace.sizes.pages_for(self.server.chunk_tokens)
+        while pages > 0:
+            yield min(pages, most)
+            pages -= most
 
     def _end(self, index: int) -> None:
         running = self._running.pop(index)

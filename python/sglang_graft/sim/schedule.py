@@ -25,6 +25,7 @@ class Server:
     rates: Rates = field(default_factory=Rates)
     decode_s_per_token: float = 0.012
     max_running: int = 256
+    chunk_tokens: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
