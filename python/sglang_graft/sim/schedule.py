@@ -102,7 +102,10 @@ def schedule(trace: Trace, server: Server) -> Schedule:
     found.ready_s = [0.0] * len(trace.demands)
     known = bytearray(trace.blocks)
     free_at = 0.0
-    while clock.waiting:
+    while clock.waiting or clock.running:
+        if not clock.waiting:
+            _end_one(trace, clock, held, found)  # a next turn may follow
+            continue
         ready, index = clock.waiting[0]
         now = max(ready, free_at)
         demand = trace.demands[index]
@@ -124,8 +127,6 @@ def schedule(trace: Trace, server: Server) -> Schedule:
                 f"request {index} needs {held.extra(demand)} pages with its adapter; the budget is "
                 f"{server.pages} pages: raise --budget-gb"
             )
-    while clock.running:
-        _end_one(trace, clock, held, found)
     assert held.pages == 0, f"{held.pages} pages are held after the last request"
     return found
 
