@@ -17,21 +17,23 @@ _LEAST_S = 1e-12
 class Prices:
     """Seconds for a page of a node to come back to the device.
 
-    A node on the device comes back by a copy if the host has it; otherwise weights are read from
-    the disk and copied, and KV is computed again at its depth. A host copy is worth the difference
-    that it makes.
+    From nowhere: weights are read from the disk and copied, KV is computed again at its depth. With
+    a host tier, what leaves the device comes back by a copy: write-back is ahead of eviction, so
+    whether a node has its copy already is no matter of the node. What leaves the host is lost; its
+    copy is worth the difference.
 
     rates: prices of this window; after a change call `UnifiedTree.reprice()`.
     """
 
     page_bytes: int = 2**21
     page_tokens: int = 16
+    host_tier: bool = False
     rates: Rates = field(default_factory=Rates)
 
     def seconds_per_page(self, node: Node) -> float:
         """Seconds for each page of the node when it leaves the device; more than 0."""
         lost = self.lost_seconds_per_page(node)
-        return lost if node.host is None else min(self.copy_seconds, lost)
+        return min(self.copy_seconds, lost) if self.host_tier else lost
 
     def host_seconds_per_page(self, node: Node) -> float:
         """Seconds for each page of the node that its host copy saves; more than 0."""
@@ -52,29 +54,31 @@ class Prices:
 
 
 class Cost(EvictionPolicy):
-    """GreedyDual over seconds per page, with an aged count of uses.
+    """GreedyDual over seconds per page, with a short memory of reuse.
 
     value = level at the last use + uses * seconds for a page. The level is the largest value that
-    ever left (Cao and Irani's inflation): a node that is not used keeps its value while the level
-    rises past it. So a node lives for `uses` times its price, on the clock of what the pool has to
-    give up, which runs as fast as the pool turns over; nothing has to be tuned to a size or rate.
+    ever left (the inflation of Cao and Irani): a node that is not used keeps its value while the
+    level rises past it. So a node lives for `uses` times its price, on the clock of what the pool
+    has to give up, which runs as fast as the pool turns over; nothing is tuned to a size or rate.
 
-    uses: 1 at the start; a further use adds 1 to what is left of the count, which halves each
-    time the level rises by what the node costs without any copy. Without a host tier that is one
-    life of it: a page wanted every 1/k of its life gets to about 1.44 k. With one it is several
-    lives on the device, about one on the host, whose order uses the same count. So `uses`
-    estimates a rate of reuse, as the frequency in GDSF does, and forgets. An adapter keeps its
-    count while it is off the device.
+    uses: 1 at the start, 1 more with each use, up to `most_uses`; it falls by 1 each time the level
+    rises by what the node costs from nowhere, to 1 at least. What was wanted again within its life
+    gets a longer one, and loses it when that ends. Larger caps save more where popularity stands
+    still, and lose to plain recency where it moves (docs/replay.md). An adapter keeps its count
+    while it is off the device. Values never fall between uses or by a use.
 
-    A next turn of a conversation (`again`) makes the path as fresh as a first one but adds nothing
+    A next turn of a conversation (`again`) makes its path as fresh as a first one but adds nothing
     to the count: turns come in a row and then stop, and an adapter or a shared prompt would be
     taken for popular after each of them.
     """
 
     name = "cost"
 
-    def __init__(self, prices: Prices | None = None) -> None:
+    def __init__(self, prices: Prices | None = None, *, most_uses: float = 2.0) -> None:
+        if not most_uses >= 1:
+            raise ValueError(f"most_uses: wanted 1 or more, got {most_uses}")
         self.prices = prices or Prices()
+        self.most_uses = most_uses
         self.level = 0.0
 
     def value(self, node: Node) -> float:
@@ -88,7 +92,7 @@ class Cost(EvictionPolicy):
     def used(self, node: Node, clock: int, *, again: bool) -> None:
         """Count it, and make it as young as any."""
         aged = self._aged(node)
-        node.uses = max(1.0, aged) if again else aged + 1.0
+        node.uses = max(1.0, aged) if again else min(aged + 1.0, self.most_uses)
         node.used_at = self.level
 
     def loaded(self, adapter: AdapterNode, clock: int) -> None:
@@ -104,4 +108,4 @@ class Cost(EvictionPolicy):
         if not node.uses:
             return 0.0
         idle = (self.level - node.used_at) / self.prices.lost_seconds_per_page(node)
-        return float(node.uses * 0.5**idle)
+        return max(0.0, node.uses - idle)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from sglang_graft.cache.node import AdapterNode, Entry, HostCopy, Node
 from sglang_graft.cache.policy import EvictionPolicy
@@ -34,10 +34,6 @@ _DEAD_KEPT = 64
 # How many copies of KV that is on both sides are looked at, the latest used first, for one room.
 _LOOKED_AT = 64
 _NOBODY: frozenset[int] = frozenset()
-
-
-def _nobody_asks(node: Node) -> None:
-    """There is no order of the device to keep right."""
 
 
 class HostTier:
@@ -51,8 +47,6 @@ class HostTier:
         self.ledger = ledger
         self.dropped_pages = 0
         """Pages of KV that were lost because their only copy had to leave."""
-        self.on_copy: Callable[[Node], None] = _nobody_asks
-        """Told of a node that got a copy: losing its device pages costs less from then on."""
         self._policy = policy
         self._heap: list[Entry] = []
         self._pushes = 0
@@ -86,7 +80,6 @@ class HostTier:
         assert taken is not None, f"{pages} host pages were free, and could not be taken"
         node.host = HostCopy(taken)
         self._count(node, len(taken))
-        self.on_copy(node)
         self.settle(node)
         return taken
 
@@ -234,7 +227,11 @@ class HostTier:
 
     def _is_idle(self, node: Node) -> bool:
         copy = node.host
-        return copy is not None and not any(
+        if copy is None:
+            return False
+        if not self._readers and not self.ledger.count(Owner.IN_FLIGHT):
+            return True  # the usual case, without a look at each page
+        return not any(
             page in self._readers or self.ledger.holds(page, Owner.IN_FLIGHT) for page in copy.pages
         )
 

@@ -48,8 +48,6 @@ class TreePages:
         """Pages of KV that left the device for good."""
         self._page_bytes = page_tokens * TOKEN_BYTES
         self._victims = VictimHeap(policy)
-        if self.host is not None:
-            self.host.on_copy = self.revalue
         self._clock = 0
         self._serials = 0
         self._evictable = 0
@@ -210,10 +208,6 @@ class TreePages:
     def coldest(self, limit: int) -> list[Node]:
         """What eviction would take next, in order; looks at `limit` entries of that order."""
         return self._victims.coldest(limit)
-
-    def revalue(self, node: Node) -> None:
-        """Look at one node again whose value fell."""
-        self._victims.reshaped(node)
 
     def reprice(self) -> None:
         """Order the victims anew after the policy changed its prices. O(n)."""

@@ -10,9 +10,8 @@ class EvictionPolicy:
 
     `value` reads only the node and the policy's own state, never wall time or randomness. While
     the tree's shape stays as it is, a node's value may rise but not fall: the victim heap looks
-    at a node again only when the value it was pushed with reaches the top. Where one node's value
-    fell (a copy of it reached the host), `UnifiedTree.revalue(node)` follows; a policy that
-    changes its prices at large says so in `changed`, or `UnifiedTree.reprice()` follows.
+    at a node again only when the value it was pushed with reaches the top. A policy that changes
+    its prices at large says so in `changed`, or `UnifiedTree.reprice()` follows.
 
     The tree tells a policy what happens; a policy may keep `uses` and `used_at` on the nodes.
     """

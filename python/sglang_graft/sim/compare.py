@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_graft.cache import EvictionPolicy, Prices, Rates, make_policy, policy_names
+from sglang_graft.cache import Cost, EvictionPolicy, Prices, Rates, make_policy, policy_names
 from sglang_graft.sim.optimum import lower_bound, uses
 from sglang_graft.sim.replay import Replay, summary
 from sglang_graft.sim.schedule import Schedule, Server, schedule
@@ -16,6 +16,8 @@ from sglang_graft.sim.workloads import Size, generate
 
 DEFAULT_BUDGETS = (6.0, 12.0, 24.0)
 DEFAULT_HOST_GB = 64.0
+NO_COUNTS = "cost-no-counts"
+"""The cost model without its memory of reuse, for comparison; the server does not offer it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,14 @@ class Bench:
     def policy(self, name: str) -> EvictionPolicy:
         """A fresh policy that knows this server's prices."""
         sizes, rates = self.options.sizes, self.options.rates
-        prices = Prices(page_bytes=sizes.page_bytes, page_tokens=sizes.page_tokens, rates=rates)
+        prices = Prices(
+            page_bytes=sizes.page_bytes,
+            page_tokens=sizes.page_tokens,
+            host_tier=self.host_pages > 0,
+            rates=rates,
+        )
+        if name == NO_COUNTS:
+            return Cost(prices, most_uses=1.0)
         return make_policy(name, prices)
 
     def replay(self, name: str) -> Replay:
@@ -97,7 +106,7 @@ def compare(
     """One row for each budget and policy; `optimum_seconds` is None where it was not asked for."""
     options = options or Options()
     for name in policies:
-        make_policy(name)  # a wrong name shall not wait for the first replay to be found
+        check_policy(name)  # a wrong name shall not wait for the first replay to be found
     trace = Trace(generate(workload, seed=seed, size=size), options.sizes)
     for budget in budgets_gb:
         ready = bench(trace, budget, options)
@@ -128,5 +137,11 @@ def chosen_policies(text: str) -> list[str]:
     """Names from `all` or a list with commas; ValueError names the known ones."""
     names = policy_names() if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
-        make_policy(name)
+        check_policy(name)
     return names
+
+
+def check_policy(name: str) -> None:
+    """ValueError unless `name` is a policy of the server or of the replay alone."""
+    if name != NO_COUNTS:
+        make_policy(name)

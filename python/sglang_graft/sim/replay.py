@@ -115,6 +115,7 @@ class Replay:
         if host is not None:
             chunk = sizes.pages_for(self.server.chunk_tokens)
             ahead = max(_AHEAD_CHUNKS * chunk, self.server.pages // _AHEAD_SHARE)
+            ahead = min(ahead, self.server.pages)
             self.tiers = ThreeTiers(self.tree, self.server.rates, sizes.page_bytes, ahead)
         for index, spec in enumerate(self.trace.workload.adapters):
             pages = self.trace.weight_pages(index)
@@ -138,7 +139,6 @@ class Replay:
                 self._time(event.request, service)
             else:
                 self._end(event.request)
-            self.tiers.step()
             if self.check:
                 self.tree.check_invariants()
                 self.ledger.check_invariants()
@@ -162,6 +162,7 @@ class Replay:
         before = replace(self.tiers.moved)
         self.tiers.bring(str(index), adapter, usable if space is adapter else _NOTHING)
         self.tree.lock(adapter)
+        self.tiers.step(self.tiers.moved.weights + self.tiers.moved.kv - before.weights - before.kv)
         if space is not adapter:
             self.tiers.bring(f"{index}{_SPACE}", space, usable)
         match = self.tree.match(space, usable)
@@ -231,7 +232,7 @@ class Replay:
             taken = self.ledger.take(wanted, Owner.KV_RUNNING)
             assert taken is not None, f"no room for request {index}: the schedule is wrong"
             pages += taken
-            self.tiers.step()
+            self.tiers.step(wanted)
         aligned = demand.prompt // size * size
         handed = (aligned - known) // size
         done = tree.insert(self._space(adapter), tokens[:aligned], pages[:handed], start=known)
@@ -257,6 +258,7 @@ class Replay:
         self.ledger.give(pages[handed:], Owner.KV_RUNNING)
         self.tree.unlock(running.node)
         self.tree.unlock(running.adapter)
+        self.tiers.step(len(running.tokens) // size)
 
     def _count(self, demand: Demand, on_device: int, known: int) -> None:
         self.totals.requests += 1

@@ -21,6 +21,8 @@ from sglang_graft.tiers.write_back import WriteBack
 
 # One pass reads the image, one loads the weights, each promotes KV; and one to spare.
 _PASSES = 6
+# Write-back runs this often while its lead is used up.
+_PASSES_AHEAD = 32
 
 
 @dataclass(slots=True)
@@ -41,8 +43,8 @@ class Tiers(Protocol):
     def bring(self, key: str, adapter: AdapterNode, tokens: array[int]) -> None:
         """Weights to the device, and what of the KV is elsewhere and worth a copy."""
 
-    def step(self) -> None:
-        """After each event: copies of what will leave soon."""
+    def step(self, pages: int) -> None:
+        """After `pages` were taken or came free to leave: copies of what will leave soon."""
 
     def check_invariants(self) -> None:
         """Assert that the host's pages add up."""
@@ -64,7 +66,7 @@ class DeviceAlone:
             self.moved.read += len(pages)
             self.moved.weights += len(pages)
 
-    def step(self) -> None:
+    def step(self, pages: int) -> None:
         """There is nothing to copy to."""
 
     def check_invariants(self) -> None:
@@ -134,8 +136,13 @@ class ThreeTiers:
             paths=lambda node: (str(node.identity), Path()),
         )
         self._write_back = WriteBack(
-            tree=tree, transfers=cast("Transfers", instant), counters=counters, ahead=ahead
+            tree=tree,
+            transfers=cast("Transfers", instant),
+            counters=counters,
+            ahead=ahead,
+            under_way=ahead,
         )
+        self._ahead, self._due = ahead, 0
 
     def bring(self, key: str, adapter: AdapterNode, tokens: array[int]) -> None:
         """See Tiers."""
@@ -146,12 +153,15 @@ class ThreeTiers:
                 return
         raise AssertionError(f"request {key} does not start after {_PASSES} passes")
 
-    def step(self) -> None:
-        """See Tiers. Many passes lie between two events, so it goes on until nothing is left."""
-        before = -1
-        while before < self.moved.stored:
-            before = self.moved.stored
-            self._write_back.run()
+    def step(self, pages: int) -> None:
+        """See Tiers. A server makes many passes for each request, so they go on to the end."""
+        self._due += pages
+        if self._due >= self._ahead // _PASSES_AHEAD:
+            self._due = 0
+            before = -1
+            while before < self.moved.stored:
+                before = self.moved.stored
+                self._write_back.run()
 
     def check_invariants(self) -> None:
         """See Tiers."""

@@ -1,10 +1,11 @@
 """The cost model: prices, ageing, and what they make of the order of victims."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
-from sglang_graft.cache import AdapterNode, Cost, HostCopy, Node, Prices, Rates, UnifiedTree
+from sglang_graft.cache import AdapterNode, Cost, Node, Prices, Rates, UnifiedTree
 from sglang_graft.pool.ledger import Owner, PageLedger
 
 # 8 bytes a page: a copy takes 1 s a page, a read 4 s, a token 3 s and 1 s for each one before it.
@@ -37,18 +38,16 @@ def test_weights_cost_a_read_and_a_copy() -> None:
 
 
 @pytest.mark.parametrize(("node", "saved"), [(kv(), 8 - 1), (weights(), 4)])
-def test_a_host_copy_leaves_the_copy_to_pay_and_is_worth_the_rest(node: Node, saved: float) -> None:
-    node.host = HostCopy([1])
-    assert PRICES.seconds_per_page(node) == 1
-    assert PRICES.host_seconds_per_page(node) == saved
+def test_a_host_tier_leaves_the_copy_to_pay_and_is_worth_the_rest(node: Node, saved: float) -> None:
+    prices = replace(PRICES, host_tier=True)
+    assert prices.seconds_per_page(node) == 1
+    assert prices.host_seconds_per_page(node) == saved
 
 
 def test_a_copy_slower_than_prefill_is_worth_next_to_nothing() -> None:
-    slow = Prices(page_bytes=800, page_tokens=2, rates=RATES)
-    node = kv()
-    node.host = HostCopy([1])
-    assert slow.seconds_per_page(node) == 8
-    assert 0 < slow.host_seconds_per_page(node) < 1e-9
+    slow = replace(PRICES, page_bytes=800, host_tier=True)
+    assert slow.seconds_per_page(kv()) == 8
+    assert 0 < slow.host_seconds_per_page(kv()) < 1e-9
 
 
 def test_a_node_lives_for_its_uses_times_its_price() -> None:
@@ -60,16 +59,22 @@ def test_a_node_lives_for_its_uses_times_its_price() -> None:
     assert policy.value(node) == 100 + 2 * 8
 
 
-def test_counts_halve_with_each_life_and_never_fall_below_one() -> None:
-    policy, node = Cost(PRICES), kv()
-    for _ in range(4):
+def test_counts_fall_by_one_each_price_and_stay_in_their_bounds() -> None:
+    policy, node = Cost(PRICES, most_uses=4), kv()
+    for _ in range(9):
         policy.used(node, 1, again=False)
-    policy.level = 8.0
+    assert node.uses == 4
+    policy.level = 12.0
     policy.used(node, 2, again=False)
-    assert node.uses == 4 / 2 + 1
+    assert node.uses == 4 - 1.5 + 1
     policy.level = 8000.0
     policy.used(node, 3, again=True)
     assert (node.uses, node.used_at) == (1.0, 8000.0)
+
+
+def test_a_cap_below_one_use_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"most_uses: wanted 1 or more, got 0\.5"):
+        Cost(PRICES, most_uses=0.5)
 
 
 def test_a_next_turn_refreshes_but_does_not_count() -> None:
@@ -122,7 +127,7 @@ def test_often_asked_weights_outlive_kv_that_nobody_asks_again() -> None:
 
 
 def test_use_tells_a_next_turn_from_a_new_prompt(run) -> None:
-    tree = UnifiedTree(PageLedger(16), page_tokens=2, policy=Cost(PRICES))
+    tree = UnifiedTree(PageLedger(16), page_tokens=2, policy=Cost(PRICES, most_uses=9))
     adapter = tree.add_adapter("a", 1)
     tree.load(adapter)
     tree.loaded(adapter)
@@ -145,20 +150,3 @@ def test_use_tells_a_next_turn_from_a_new_prompt(run) -> None:
     ask("ay")  # ends at "a", which no request ended at
     assert adapter.uses == 4
     tree.check_invariants()
-
-
-def test_a_copy_in_the_host_lowers_the_value_at_once(run) -> None:
-    policy = Cost(PRICES)
-    tree = UnifiedTree(PageLedger(9), page_tokens=2, policy=policy, host=PageLedger(9))
-    nodes = []
-    for text in ("a", "b"):
-        pages = tree.ledger.take(1, Owner.KV_RUNNING)
-        nodes.append(tree.insert(tree.base, run(text), pages, start=0).node)
-    assert tree.host is not None
-    taken = tree.host.add(nodes[1], 1)
-    assert taken is not None
-    tree.host.landed(taken, Owner.KV_CACHED)
-    tree.check_invariants()
-    assert tree.evict(1) == 1
-    assert (nodes[0].pages, nodes[1].pages) != ([], [])
-    assert nodes[1].pages == []

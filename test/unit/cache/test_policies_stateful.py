@@ -24,7 +24,8 @@ class Replica:
     """One tree with everything that a rank does to it; every method answers what it decided."""
 
     def __init__(self, policy: str, pages: int, host_pages: int) -> None:
-        self.policy = make_policy(policy, Prices(page_bytes=2**21, page_tokens=PAGE_TOKENS))
+        prices = Prices(page_tokens=PAGE_TOKENS, host_tier=host_pages > 0)
+        self.policy = make_policy(policy, prices)
         host = PageLedger(host_pages + 1) if host_pages else None
         self.tree = UnifiedTree(
             PageLedger(pages + 1), page_tokens=PAGE_TOKENS, policy=self.policy, host=host
