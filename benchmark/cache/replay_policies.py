@@ -115,8 +115,8 @@ def ratios(rows: list[Row], study: str) -> Iterator[str]:
 def ablations(rows: list[Row]) -> Iterator[str]:
     """Each part of the design switched off, policy cost, seed 0."""
     yield (
-        "| workload | GB | all on: s, TTFT ms | no host tier: s, TTFT | no dependency rule: s, TTFT, "
-        "invalid KV | no prefetch: TTFT |"
+        "| workload | GB | all on: s, TTFT ms | no host tier: s, TTFT | no dependency rule: s, "
+        "TTFT, invalid KV | no prefetch: TTFT |"
     )
     yield "|---|---|---|---|---|---|"
     for workload in GENERATORS:

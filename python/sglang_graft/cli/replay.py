@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -52,29 +53,31 @@ def rows(
 
 def show(found: Iterable[Row], console: Console) -> list[Row]:
     """Print a table; returns its rows."""
-    table = Table(title="Seconds of copies, reads and prefill")
-    for column in ("workload", "budget", "policy", "cost s", "optimum s", "ratio", "first-time s"):
-        table.add_column(column, justify="left" if column in ("workload", "policy") else "right")
-    for column in ("hit", "from host", "loads", "reads", "TTFT ms", "p99"):
-        table.add_column(column, justify="right")
+    table = Table(
+        title="Seconds of copies, reads and prefill",
+        box=box.SIMPLE,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for column in ("workload", "policy"):
+        table.add_column(column, no_wrap=True)
+    for column in ("GB", "cost s", "best s", "ratio", "hit", "host", "loads", "TTFT ms"):
+        table.add_column(column, justify="right", no_wrap=True)
     kept = []
     for row in found:
         kept.append(row)
         prompt = row["prompt_tokens"]
         table.add_row(
             row["workload"],
-            f"{row['budget_gb']:g} GB",
             row["policy"],
+            f"{row['budget_gb']:g}",
             f"{row['cost_seconds']:.2f}",
             "-" if row["optimum_seconds"] is None else f"{row['optimum_seconds']:.2f}",
             "-" if row["ratio"] is None else f"{row['ratio']:.3f}",
-            f"{row['compulsory_seconds']:.2f}",
             f"{row['device_tokens'] / prompt:.0%}",
             f"{row['host_tokens'] / prompt:.0%}",
             str(row["adapter_loads"]),
-            str(row["disk_reads"]),
             f"{1e3 * row['ttft_mean_s']:.1f}",
-            f"{1e3 * row['ttft_p99_s']:.1f}",
         )
     console.print(table)
     return kept
