@@ -106,10 +106,9 @@ def asking(server: Server, requests: Sequence[Request]) -> Iterator[list["Future
 
 def scheduler_memory(server: Server) -> int:
     """Resident bytes of the scheduler process."""
-    children = psutil.Process(server.pid).children(recursive=True)
-    found = [p for p in children if p.name().startswith("sglang::schedul")]
-    # What the scheduler forks has its name until it becomes another program.
-    scheduler = min(found, key=lambda process: process.create_time())
+    # Direct children only: what the scheduler forks has its name until it is another program.
+    children = psutil.Process(server.pid).children()
+    (scheduler,) = [p for p in children if p.name().startswith("sglang::schedul")]
     assert scheduler.status() != psutil.STATUS_ZOMBIE, tail(server.log)
     return int(scheduler.memory_info().rss)
 
