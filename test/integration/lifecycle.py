@@ -106,7 +106,8 @@ def asking(server: Server, requests: Sequence[Request]) -> Iterator[list["Future
 
 def scheduler_memory(server: Server) -> int:
     """Resident bytes of the scheduler process."""
-    children = psutil.Process(server.pid).children(recursive=True)
+    # Direct children only: what the scheduler forks has its name until it is another program.
+    children = psutil.Process(server.pid).children()
     (scheduler,) = [p for p in children if p.name().startswith("sglang::schedul")]
     assert scheduler.status() != psutil.STATUS_ZOMBIE, tail(server.log)
     return int(scheduler.memory_info().rss)

@@ -111,7 +111,7 @@ def test_running_requests_finish_on_the_old_weights(
 ) -> None:
     loaded(server, "a", folders["v1"])
     pages = server.adapter("a")["weight_pages"]
-    old = Stream(server, Request("a", LONG, new_tokens=400)).started()
+    old = Stream(server, Request("a", LONG, new_tokens=1000)).started()
     answer = server.replace("a", folders["v2"])
     assert answer["requests"] == 1
     assert answer["following_pages"] > pages, "weights, and the prompt's KV"
@@ -153,14 +153,17 @@ def test_c55_replace_and_unload_while_requests_are_paused(
 ) -> None:
     loaded(server, "a", folders["v1"])
     loaded(server, "b", folders["v3"])
-    paused = [Stream(server, Request(name, LONG, new_tokens=200)).started() for name in ("a", "b")]
+    # Long answers, so that the first still runs when the second has started.
+    paused = [Stream(server, Request(name, LONG, new_tokens=1000)).started() for name in "ab"]
     assert server.post("/pause_generation", {"mode": mode}).status_code == OK
-    server.replace("a", folders["v2"])
-    answer = unloaded(server, "b")
-    assert answer["requests"] == 1
-    new = Stream(server, Request("a", LONG))  # waits until generation continues
-    assert {row["name"] for row in server.requests()["retired"]} == {"a", "b"}
-    assert server.post("/continue_generation").status_code == OK
+    try:
+        server.replace("a", folders["v2"])
+        answer = unloaded(server, "b")
+        assert answer["requests"] == 1
+        new = Stream(server, Request("a", LONG))  # waits until generation continues
+        assert {row["name"] for row in server.requests()["retired"]} == {"a", "b"}
+    finally:
+        assert server.post("/continue_generation").status_code == OK
     versions = ("v1", "v3", "v2")
     streams = [*paused, new]
     wanted = [as_version(v, s.request) for v, s in zip(versions, streams, strict=True)]
@@ -225,7 +228,7 @@ def test_an_unload_keeps_kv_only_while_the_weights_have_another_user(
     assert answer["freed_pages"] > 0
     loaded(server, "a", folders["v1"])
     assert cached(server.ask(request)) == 0, "the bytes went with the last user"
-    running = Stream(server, Request("a", SHORT, new_tokens=300)).started()
+    running = Stream(server, Request("a", SHORT, new_tokens=1000)).started()
     unloaded(server, "a")
     loaded(server, "b", folders["v1"])
     shared = server.ask(Request("b", running.request.prompt))
