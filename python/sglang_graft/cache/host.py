@@ -164,7 +164,7 @@ class HostTier:
     # ---- eviction
 
     def _make_room(self, node: Node, missing: int, force: bool, spare: Collection[int]) -> bool:
-        worth = -math.inf if force else self._policy.value(node)
+        worth = -math.inf if force else self._policy.host_value(node)
         # The copy above on the path has nothing below it yet, and must not make room for it.
         kept = {*spare, node.serial, node.parent.serial if node.parent else node.serial}
         freed = self._drop_twice(self._kv_twice, missing, worth, kept)
@@ -180,7 +180,11 @@ class HostTier:
         for node in itertools.islice(reversed(twice.values()), _LOOKED_AT):
             if freed >= wanted:
                 break
-            if self._policy.value(node) > worth and node.serial not in kept and self._is_end(node):
+            if (
+                self._policy.host_value(node) > worth
+                and node.serial not in kept
+                and self._is_end(node)
+            ):
                 chosen.append(node)
                 freed += len(node.host.pages if node.host else ())
         for node in chosen:
@@ -199,7 +203,7 @@ class HostTier:
             node = self._pop()
             if node is None:
                 break
-            if self._policy.value(node) >= worth:
+            if self._policy.host_value(node) >= worth:
                 aside.append(node)
                 break
             if not self._is_idle(node) or node.serial in kept:
@@ -223,7 +227,11 @@ class HostTier:
 
     def _is_idle(self, node: Node) -> bool:
         copy = node.host
-        return copy is not None and not any(
+        if copy is None:
+            return False
+        if not self._readers and not self.ledger.count(Owner.IN_FLIGHT):
+            return True  # the usual case, without a look at each page
+        return not any(
             page in self._readers or self.ledger.holds(page, Owner.IN_FLIGHT) for page in copy.pages
         )
 
@@ -234,7 +242,7 @@ class HostTier:
         assert copy is not None, f"node {node.serial} has no host copy to order"
         if copy.entry is None:
             self._pushes += 1
-            copy.entry = (self._policy.value(node), node.serial, self._pushes, node)
+            copy.entry = (self._policy.host_value(node), node.serial, self._pushes, node)
             heapq.heappush(self._heap, copy.entry)
 
     def _pop(self) -> Node | None:
@@ -247,7 +255,7 @@ class HostTier:
             node.host.entry = None
             if not node.is_host_victim():
                 continue
-            if self._policy.value(node) > entry[0]:
+            if self._policy.host_value(node) > entry[0]:
                 self._push(node)
                 continue
             return node

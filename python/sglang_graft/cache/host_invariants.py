@@ -69,7 +69,7 @@ def _check_order(host: HostTier, nodes: list[Node]) -> None:
     dead = len(host._heap) - len(live)
     assert dead == host._dead, f"host order: {dead} dead entries, the counter says {host._dead}"
     for value, serial, _, node in live:
-        now = host._policy.value(node)
+        now = host._policy.host_value(node)
         assert value <= now, f"host copy of {serial}: value fell from {value} to {now} unseen"
     ordered = {entry[1] for entry in live}
     missing = {node.serial for node in nodes if node.is_host_victim()} - ordered

@@ -84,6 +84,8 @@ def _check_kv_node(tree: UnifiedTree, adapter: AdapterNode, node: Node) -> None:
     first = node.key[:page_bytes]
     plain = node.edge[:page_bytes] if parent is adapter else node.edge
     assert plain == first, f"{name} is not listed under its first page"
+    start = parent.start + len(parent.key) // page_bytes
+    assert node.start == start, f"{name} starts at page {node.start}, its parent ends at {start}"
     assert node.last_use <= parent.last_use, (
         f"{name} was used at {node.last_use}, its parent at {parent.last_use}"
     )

@@ -48,6 +48,9 @@ class Node:
     left: logical clock of the moment at which it last left the device, 0 = never.
     lock: requests that hold this node or one below it; 0 = evictable.
     hits: matches that passed through it; last_use: logical clock of the last match or insert.
+    start: pages of KV above it on its path.
+    whole: it ends where a request ended; not so once its end was cut off or it is an upper part.
+    uses, used_at: the policy's own record of admitted requests that read it.
     serial: creation order in the tree, the last word in every decision.
     entry: its live record in the victim heap, None if it has none.
     """
@@ -67,6 +70,10 @@ class Node:
         "pages",
         "parent",
         "serial",
+        "start",
+        "used_at",
+        "uses",
+        "whole",
     )
 
     def __init__(self, serial: int, key: bytes, pages: list[int], edge: bytes) -> None:
@@ -81,6 +88,10 @@ class Node:
         self.hits = 0
         self.last_use = 0
         self.left = 0
+        self.start = 0
+        self.whole = True
+        self.uses = 0.0
+        self.used_at = 0.0
         self.entry: Entry | None = None
         self.host: HostCopy | None = None
         self.device_children = 0

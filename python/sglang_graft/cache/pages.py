@@ -101,6 +101,18 @@ class TreePages:
         if adapter.dropped and adapter.lock == 0:
             self._release(adapter)
 
+    def use(self, node: Node) -> None:
+        """Tell the policy that a request was admitted with this match; once for each request.
+
+        Matches and locks come several times for a request that waits, so they do not count. Call
+        it before the request's own KV is inserted.
+        """
+        again = node.whole and not node.children and node.parent is not None
+        step: Node | None = node
+        while step is not None:
+            self.policy.used(step, self._clock, again=again)
+            step = step.parent
+
     # ---- coming to the device
 
     def load(self, adapter: AdapterNode, *, use_reserve: bool = True) -> list[int] | None:
@@ -124,6 +136,7 @@ class TreePages:
         adapter.loads += 1
         adapter.pages = pages
         adapter.last_use = self._tick()
+        self.policy.loaded(adapter, self._clock)
         self._count_new(adapter, len(pages))
         self._settle(adapter)
         return pages
@@ -180,10 +193,13 @@ class TreePages:
         freed = 0
         run: list[int] = []
         flying: list[int] = []
+        if pages > 0 and self.policy.changed():
+            self.reprice()
         while freed < pages:
             victim = self._victims.pop()
             if victim is None:
                 break
+            self.policy.evicted(victim, self._clock)
             if isinstance(victim, AdapterNode):
                 victim.evictions += 1
                 self.evicted_adapters += 1
@@ -266,6 +282,7 @@ class TreePages:
         victim.adapter.kv_pages -= len(gone)
         victim.pages = victim.pages[:keep]
         victim.key = victim.key[: keep * self._page_bytes]
+        victim.whole = False
         self._victims.push(victim)
         return gone
 

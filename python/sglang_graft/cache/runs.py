@@ -73,6 +73,11 @@ def split(lower: Node, serial: int, size: int, page_bytes: int) -> Node:
     upper.lock = lower.lock
     upper.hits = lower.hits
     upper.last_use = lower.last_use
+    upper.start = lower.start
+    upper.whole = False
+    upper.uses = lower.uses
+    upper.used_at = lower.used_at
+    lower.start += pages
     upper.left = lower.left
     upper.device_children = 1 if lower.pages else 0
     if lower.host is not None:

@@ -286,6 +286,8 @@ class UnifiedTree(TreePages):
         node.parent = parent
         node.adapter = parent.adapter
         node.last_use = self._clock
+        node.start = parent.start + len(parent.key) // self._page_bytes
+        self.policy.used(node, self._clock, again=False)
         parent.children[edge] = node
         self._place(node, pages)
         return node

@@ -143,7 +143,7 @@ def test_drops_do_not_leave_entries_behind(run) -> None:
 
 
 def test_unknown_policies_name_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="wanted one of lru; got 'mru'"):
+    with pytest.raises(ValueError, match="wanted one of cost, elora, lru; got 'mru'"):
         make_policy("mru")
 
 
