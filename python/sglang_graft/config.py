@@ -66,6 +66,25 @@ class GraftConfig(BaseModel):
         """The folders of `adapter_root`, as given."""
         return tuple(Path(part) for part in self.adapter_root.split(os.pathsep) if part)
 
+    host_memory_gb: float = _option(
+        0.0,
+        "--graft-host-memory-gb",
+        "Host memory for adapter images and KV; 0: two fifths of what is free, at most two pools.",
+        "GiB",
+        ge=0,
+    )
+    no_host_kv: bool = _option(
+        False, "--graft-no-host-kv", "Keep no KV in host memory: what leaves the device is gone."
+    )
+    no_prefetch: bool = _option(
+        False, "--graft-no-prefetch", "Begin loads for the first waiting request only."
+    )
+    idle_promotion: bool = _option(
+        False,
+        "--graft-idle-promotion",
+        "While nobody waits, bring what was used last back into free pages.",
+    )
+
 
 class OptionInfo(BaseModel):
     """One row of the option table, as flags, `graft doctor` and the documents show it."""

@@ -49,6 +49,7 @@ def server(
 ) -> Iterator[Server]:
     flags = ["--page-size", str(PAGE), "--max-total-tokens", str(POOL_PAGES * PAGE)]
     flags += ["--max-loras-per-batch", str(SLOTS), "--enable-cache-report"]
+    flags += ["--graft-host-memory-gb", "0.05"]  # every image stays
     given = {name: folders[name] for name in RANKS}
     folder = tmp_path_factory.mktemp("server")
     with serve(base_model, folder, *flags, adapters=given, env=STRICT) as running:

@@ -30,6 +30,8 @@ def test_names_are_unique_and_follow_one_pattern() -> None:
     assert {row.env for row in rows} == {
         *("GRAFT_ENABLE", "GRAFT_POLICY", "GRAFT_CHECK", "GRAFT_ADAPTER_ROOT"),
         *("GRAFT_ADAPTER_SCAN_SECONDS", "GRAFT_MAX_ADAPTERS", "GRAFT_MAX_ADAPTER_MB"),
+        *("GRAFT_HOST_MEMORY_GB", "GRAFT_NO_HOST_KV", "GRAFT_NO_PREFETCH"),
+        "GRAFT_IDLE_PROMOTION",
     }
 
 
@@ -49,6 +51,11 @@ def test_adapter_roots_are_a_search_path() -> None:
     assert config.GraftConfig().adapter_roots == ()
     resolved = config.resolve({}, {"GRAFT_ADAPTER_ROOT": f"a{os.pathsep}b/c{os.pathsep}"})
     assert resolved.adapter_roots == (Path("a"), Path("b/c"))
+
+
+def test_a_size_below_zero_is_refused_with_its_flag() -> None:
+    with pytest.raises(ValueError, match=r"--graft-host-memory-gb \(or GRAFT_HOST_MEMORY_GB\)"):
+        config.resolve({"host_memory_gb": "-1"}, {})
 
 
 def test_published_options_arrive_and_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:

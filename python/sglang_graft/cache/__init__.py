@@ -1,17 +1,31 @@
 """One tree over adapters and prefix KV, and the order in which they are evicted."""
 
-from sglang_graft.cache.node import AdapterNode, Insertion, Match, Node, State
-from sglang_graft.cache.policy import EvictionPolicy, Lru, make_policy
+from sglang_graft.cache.cost import Cost, Prices
+from sglang_graft.cache.elora import Elora
+from sglang_graft.cache.host import HostTier
+from sglang_graft.cache.node import AdapterNode, HostCopy, Insertion, Match, Node, State
+from sglang_graft.cache.policies import make_policy, policy_names
+from sglang_graft.cache.policy import EvictionPolicy, Lru
+from sglang_graft.cache.rates import RateMeter, Rates
 from sglang_graft.cache.tree import UnifiedTree
 
 __all__ = [
     "AdapterNode",
+    "Cost",
+    "Elora",
     "EvictionPolicy",
+    "HostCopy",
+    "HostTier",
     "Insertion",
     "Lru",
     "Match",
     "Node",
+    "Prices",
+    "RateMeter",
+    "Rates",
     "State",
+    "Tier",
     "UnifiedTree",
     "make_policy",
+    "policy_names",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang_graft.cache import host_invariants
 from sglang_graft.cache.node import AdapterNode, Node, State
 from sglang_graft.cache.runs import below
 from sglang_graft.pool.ledger import Owner
@@ -30,9 +31,14 @@ def check(tree: UnifiedTree) -> None:
         nodes += [adapter, *inner]
     for node in nodes:
         _check_locks(node)
+        _check_device_children(node)
     _check_registry(tree)
     _check_pages(tree, adapters, nodes)
     _check_victims(tree, nodes)
+    if tree.host is None:
+        assert not any(node.host for node in nodes), "host copies without a host tier"
+    else:
+        host_invariants.check(tree.host, nodes)
 
 
 def _check_registry(tree: UnifiedTree) -> None:
@@ -55,7 +61,7 @@ def _check_adapter(tree: UnifiedTree, adapter: AdapterNode) -> None:
     assert adapter.last_use <= tree._clock, f"{name} was used at {adapter.last_use}, in the future"
     if adapter.state is State.ABSENT:
         assert not adapter.pages, f"{name} is absent with pages {adapter.pages}"
-        assert not adapter.children, f"{name} is absent with {adapter.kv_pages} KV pages below it"
+        assert not adapter.kv_pages, f"{name} is absent with {adapter.kv_pages} KV pages below it"
         return
     assert len(adapter.pages) == adapter.weight_pages, (
         f"{name}: {len(adapter.pages)} pages of {adapter.weight_pages}"
@@ -68,17 +74,25 @@ def _check_kv_node(tree: UnifiedTree, adapter: AdapterNode, node: Node) -> None:
     assert parent is not None, f"{name} has no parent"
     assert parent.children.get(node.edge) is node, f"{name} is not what its parent lists"
     assert node.adapter is adapter, f"{name} names another adapter than the one above it"
-    assert node.pages, f"{name} has no pages"
-    assert len(node.key) == len(node.pages) * page_bytes, (
-        f"{name}: {len(node.key)} bytes of tokens for {len(node.pages)} pages"
-    )
+    assert node.pages or node.host, f"{name} has no pages"
+    for pages in (node.pages, node.host.pages if node.host else []):
+        assert not pages or len(node.key) == len(pages) * page_bytes, (
+            f"{name}: {len(node.key)} bytes of tokens for {len(pages)} pages"
+        )
+    assert not node.pages or parent.pages or parent is adapter, f"{name}: its parent left first"
+    assert not node.lock or tree.is_landed(node), f"{name} is locked, and not on the device"
     first = node.key[:page_bytes]
     plain = node.edge[:page_bytes] if parent is adapter else node.edge
     assert plain == first, f"{name} is not listed under its first page"
+    start = parent.start + len(parent.key) // page_bytes
+    assert node.start == start, f"{name} starts at page {node.start}, its parent ends at {start}"
     assert node.last_use <= parent.last_use, (
         f"{name} was used at {node.last_use}, its parent at {parent.last_use}"
     )
-    _check_owner(tree, node, Owner.KV_CACHED)
+    if node.pages:
+        landed = tree.is_landed(node)
+        _check_owner(tree, node, Owner.KV_CACHED if landed else Owner.IN_FLIGHT)
+        assert landed or node.host, f"{name} is on its way from a host copy that it has not"
 
 
 def _check_owner(tree: UnifiedTree, node: Node, owner: Owner) -> None:
@@ -95,18 +109,28 @@ def _check_locks(node: Node) -> None:
     assert node.lock >= inner, f"node {node.serial}: {node.lock} locks, {inner} below it"
 
 
+def _check_device_children(node: Node) -> None:
+    found = sum(bool(child.pages) for child in node.children.values())
+    assert node.device_children == found, (
+        f"node {node.serial}: {found} children on the device, counter says {node.device_children}"
+    )
+
+
 def _check_pages(tree: UnifiedTree, adapters: list[AdapterNode], nodes: list[Node]) -> None:
     ledger = tree.ledger
     pages = [page for node in nodes for page in node.pages]
     assert len(pages) == len(set(pages)), "a page is in two nodes"
-    cached = sum(adapter.kv_pages for adapter in adapters)
+    kv = [node for node in nodes if node is not node.adapter and node.pages]
+    cached = sum(len(node.pages) for node in kv if tree.is_landed(node))
     assert cached == ledger.count(Owner.KV_CACHED), (
         f"the tree holds {cached} KV pages, the ledger has {ledger.count(Owner.KV_CACHED)}"
     )
     for state, owner in _OWNER_OF_WEIGHTS.items():
         held = sum(len(adapter.pages) for adapter in adapters if adapter.state is state)
+        if owner is Owner.IN_FLIGHT:
+            held += sum(len(node.pages) for node in kv) - cached
         assert held == ledger.count(owner), (
-            f"{held} pages of {state.value} weights, the ledger has {ledger.count(owner)}"
+            f"{held} pages of {state.value} nodes, the ledger has {ledger.count(owner)}"
         )
     evictable = sum(len(node.pages) for node in nodes if node.lock == 0)
     protected = len(pages) - evictable

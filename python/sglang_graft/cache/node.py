@@ -10,6 +10,20 @@ from typing import NamedTuple, TypeAlias
 Entry: TypeAlias = "tuple[float, int, int, Node]"
 
 
+class HostCopy:
+    """The bytes of a node in host memory.
+
+    pages: host pages, one for each device page that the node has or had.
+    entry: its live record in the host tier's order of victims, None if it has none.
+    """
+
+    __slots__ = ("entry", "pages")
+
+    def __init__(self, pages: list[int]) -> None:
+        self.pages = pages
+        self.entry: Entry | None = None
+
+
 class State(enum.Enum):
     """Where an adapter's weights are, seen from the device."""
 
@@ -21,12 +35,22 @@ class State(enum.Enum):
 class Node:
     """A page-aligned run of tokens and the pages that hold its KV.
 
+    A KV node is on the device (`pages`), on the host (`host`), or on both; never on neither. What
+    is on the device has its parent there too.
+
     key: the run's tokens as native int64 bytes, 8 * page_tokens bytes a page.
     edge: the name under which `parent.children` lists this node: the bytes of its first page,
         followed by the salt if the parent is an adapter node.
-    pages: page numbers, one a page of `key`.
+    pages: page numbers, one a page of `key`; empty while the node is not on the device. Pages of
+        the ledger's owner IN_FLIGHT are being filled and hold no KV yet.
+    host: the copy in host memory, None if there is none.
+    device_children: children that have pages; such a node is never taken off the device.
+    left: logical clock of the moment at which it last left the device, 0 = never.
     lock: requests that hold this node or one below it; 0 = evictable.
     hits: matches that passed through it; last_use: logical clock of the last match or insert.
+    start: pages of KV above it on its path.
+    whole: it ends where a request ended; not so once its end was cut off or it is an upper part.
+    uses, used_at: the policy's own record of admitted requests that read it.
     serial: creation order in the tree, the last word in every decision.
     entry: its live record in the victim heap, None if it has none.
     """
@@ -34,15 +58,22 @@ class Node:
     __slots__ = (
         "adapter",
         "children",
+        "device_children",
         "edge",
         "entry",
         "hits",
+        "host",
         "key",
         "last_use",
+        "left",
         "lock",
         "pages",
         "parent",
         "serial",
+        "start",
+        "used_at",
+        "uses",
+        "whole",
     )
 
     def __init__(self, serial: int, key: bytes, pages: list[int], edge: bytes) -> None:
@@ -56,25 +87,49 @@ class Node:
         self.lock = 0
         self.hits = 0
         self.last_use = 0
+        self.left = 0
+        self.start = 0
+        self.whole = True
+        self.uses = 0.0
+        self.used_at = 0.0
         self.entry: Entry | None = None
+        self.host: HostCopy | None = None
+        self.device_children = 0
 
     def is_victim(self) -> bool:
-        """Whether eviction may take it now: unlocked, nothing below, something to give back.
+        """Whether eviction may take it now: unlocked, nothing below on the device, pages to give.
 
         The last condition also excludes the base model and absent adapters.
         """
-        return self.lock == 0 and not self.children and bool(self.pages)
+        return self.lock == 0 and not self.device_children and bool(self.pages)
+
+    def is_host_victim(self) -> bool:
+        """Whether its host copy is the only one, with nothing below that would be lost with it."""
+        return self.host is not None and not self.pages and not self.children
 
 
 class AdapterNode(Node):
     """The namespace of one adapter identity; `pages` are the pages of its weights.
 
     identity: None is the base model.   weight_pages: pages that a load takes.
-    kv_pages: pages of the KV nodes below.   loads, evictions: how often the weights came and went.
+    kv_pages: device pages of the KV nodes below.   host_kv_pages: their host pages.
+    loads, evictions: how often the weights came and went.
+    demoted_pages, dropped_pages: pages of its KV that left the device, for the host or for good.
     dropped: forgotten by the tree; it matches nothing and leaves with its last lock.
     """
 
-    __slots__ = ("dropped", "evictions", "identity", "kv_pages", "loads", "state", "weight_pages")
+    __slots__ = (
+        "demoted_pages",
+        "dropped",
+        "dropped_pages",
+        "evictions",
+        "host_kv_pages",
+        "identity",
+        "kv_pages",
+        "loads",
+        "state",
+        "weight_pages",
+    )
 
     def __init__(self, serial: int, identity: str | None, weight_pages: int) -> None:
         super().__init__(serial, b"", [], b"")
@@ -83,13 +138,16 @@ class AdapterNode(Node):
         self.weight_pages = weight_pages
         self.state = State.ABSENT
         self.kv_pages = 0
+        self.host_kv_pages = 0
+        self.demoted_pages = 0
+        self.dropped_pages = 0
         self.loads = 0
         self.evictions = 0
         self.dropped = False
 
 
 class Match(NamedTuple):
-    """The longest cached prefix; valid until the next evict or load unless `node` is locked.
+    """The longest prefix on the device; valid until the next evict or load unless `node` is locked.
 
     pages: page numbers from the first token on, a list of the caller's own.
     node: the last node of the prefix; the adapter node if nothing matched.
@@ -103,8 +161,9 @@ class Insertion(NamedTuple):
     """What an insert left in the tree.
 
     node: the last node of the run (lock this one).   cached_tokens_before: tokens of the run that
-    were already cached.   duplicates: caller's pages that went back to the ledger.   pages: the
-    page numbers of the whole run as the tree holds it now; use these in place of the caller's.
+    were already cached on the device.   duplicates: caller's pages that went back to the ledger.
+    pages: the page numbers of the whole run as the tree holds it now; use these in place of the
+    caller's.
     """
 
     node: Node

@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
-from sglang_graft.cache.node import Node
+from sglang_graft.cache.node import AdapterNode, Node
 
 
-class EvictionPolicy(Protocol):
+class EvictionPolicy:
     """Orders the victims: the smallest value leaves first, equal values by creation order.
 
     `value` reads only the node and the policy's own state, never wall time or randomness. While
     the tree's shape stays as it is, a node's value may rise but not fall: the victim heap looks
     at a node again only when the value it was pushed with reaches the top. A policy that changes
-    its prices at large calls `UnifiedTree.reprice()` afterwards.
+    its prices at large says so in `changed`, or `UnifiedTree.reprice()` follows.
+
+    The tree tells a policy what happens; a policy may keep `uses` and `used_at` on the nodes.
     """
 
     name: str
 
-    def value(self, node: Node) -> float: ...
+    def value(self, node: Node) -> float:
+        """What the node is worth now."""
+        raise NotImplementedError
+
+    def host_value(self, node: Node) -> float:
+        """What its host copy is worth while it is, or would be, the only one; orders the host."""
+        return self.value(node)
+
+    def used(self, node: Node, clock: int, *, again: bool) -> None:
+        """The node was created, or a request was admitted that reads it.
+
+        again: the request goes on where the one before it on this path ended, so it is the next
+        turn of a conversation and no new demand.
+        """
+
+    def loaded(self, adapter: AdapterNode, clock: int) -> None:
+        """An adapter got pages; nobody may have asked for it yet."""
+
+    def evicted(self, node: Node, clock: int) -> None:
+        """The node, or its end, is about to leave for want of room."""
+
+    def changed(self) -> bool:
+        """Whether prices changed at large since the last call; asked before each eviction."""
+        return False
 
 
-class Lru:
+class Lru(EvictionPolicy):
     """Least recently used, on the logical clock of the tree."""
 
     name = "lru"
 
     def value(self, node: Node) -> float:
+        """The clock of the last use."""
         return node.last_use
-
-
-_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {Lru.name: Lru}
-
-
-def make_policy(name: str) -> EvictionPolicy:
-    """The policy called `name`; ValueError names the known ones."""
-    if name not in _POLICIES:
-        known = ", ".join(sorted(_POLICIES))
-        raise ValueError(f"--graft-policy: wanted one of {known}; got {name!r}")
-    return _POLICIES[name]()

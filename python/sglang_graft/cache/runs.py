@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from sglang_graft.cache.node import Node
+from sglang_graft.cache.node import HostCopy, Node
 
 TOKEN_BYTES = 8
 
@@ -73,6 +73,16 @@ def split(lower: Node, serial: int, size: int, page_bytes: int) -> Node:
     upper.lock = lower.lock
     upper.hits = lower.hits
     upper.last_use = lower.last_use
+    upper.start = lower.start
+    upper.whole = False
+    upper.uses = lower.uses
+    upper.used_at = lower.used_at
+    lower.start += pages
+    upper.left = lower.left
+    upper.device_children = 1 if lower.pages else 0
+    if lower.host is not None:
+        upper.host = HostCopy(lower.host.pages[:pages])
+        lower.host.pages = lower.host.pages[pages:]
     parent.children[lower.edge] = upper
     lower.key = lower.key[size:]
     lower.pages = lower.pages[pages:]
@@ -87,6 +97,8 @@ def detach(node: Node) -> Node:
     parent = node.parent
     assert parent is not None, f"node {node.serial} was already detached"
     del parent.children[node.edge]
+    if node.pages:
+        parent.device_children -= 1
     node.parent = None
     node.pages = []
     return parent

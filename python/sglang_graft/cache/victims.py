@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
+from collections.abc import Iterator
 
 from sglang_graft.cache.node import Entry, Node
 from sglang_graft.cache.policy import EvictionPolicy
@@ -65,6 +67,32 @@ class VictimHeap:
                 continue
             return node
         return None
+
+    def coldest(self, limit: int) -> list[Node]:
+        """The victims that `pop` would yield next, in order, without taking them.
+
+        Looks at the `limit` smallest entries; used or dead ones among them are left out. O(limit
+        log limit).
+        """
+        order = heapq.merge(self._lane, self._heap_order())
+        return [
+            entry[3]
+            for entry in itertools.islice(order, limit)
+            if entry[3].entry is entry
+            and entry[3].is_victim()
+            and self._policy.value(entry[3]) <= entry[0]
+        ]
+
+    def _heap_order(self) -> Iterator[Entry]:
+        """Entries of the heap in rising order; the heap stays as it is."""
+        heap = self._heap
+        frontier = [(heap[0], 0)] if heap else []
+        while frontier:
+            entry, place = heapq.heappop(frontier)
+            yield entry
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(heap):
+                    heapq.heappush(frontier, (heap[child], child))
 
     def _take(self) -> Entry | None:
         """The smallest entry, live or dead."""

@@ -101,6 +101,53 @@ def validate(
     raise typer.Exit(1 if any(verdict.refused for verdict in verdicts) else 0)
 
 
+@app.command()
+def replay(  # noqa: PLR0913 (typer: an option is a parameter)
+    workload: Annotated[str, typer.Argument(help="A workload of the protocol, or all.")],
+    policy: Annotated[str, typer.Option(help="cost, elora, lru, with commas; or all.")] = "all",
+    budget_gb: Annotated[str, typer.Option(help="GPU memory for adapters and KV.")] = "6,12,24",
+    host_gb: Annotated[float, typer.Option(min=0, help="Host memory for both; 0 is none.")] = 64,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    requests: Annotated[int, typer.Option(help="How many.")] = 3000,
+    adapters: Annotated[int | None, typer.Option(help="By default the protocol's.")] = None,
+    rate: Annotated[float | None, typer.Option(help="First turns in a second.")] = None,
+    dependency_rule: Annotated[
+        bool, typer.Option(help="KV leaves before its adapter (always so in the server).")
+    ] = True,
+    host_tier: Annotated[bool, typer.Option(help="--no-host-tier is --host-gb 0.")] = True,
+    prefetch: Annotated[bool, typer.Option(help="Loads start when a request comes.")] = True,
+    optimum: Annotated[bool, typer.Option(help="Also the lower bound.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw cost over budget.")] = None,
+) -> None:
+    """Replay a seeded workload against the eviction policies, without a GPU or a server."""
+    from sglang_graft.cli import replay as command
+    from sglang_graft.sim.compare import Options, chosen_policies
+    from sglang_graft.sim.workloads import Size
+
+    options = Options(
+        host_gb=host_gb if host_tier else 0.0,
+        prefetch=prefetch,
+        dependency_rule=dependency_rule,
+        optimum=optimum,
+    )
+    try:
+        found = command.rows(
+            command.workloads(workload),
+            chosen_policies(policy),
+            command.budgets(budget_gb),
+            seed=seed,
+            size=Size(requests=requests, adapters=adapters, rate=rate),
+            options=options,
+        )
+        kept = command.echo(found) if as_json else command.show(found, Console())
+        if plot is not None:
+            command.plot(kept, plot)
+    except ValueError as error:
+        typer.echo(f"graft replay: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

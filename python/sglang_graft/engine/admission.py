@@ -1,22 +1,22 @@
 """Admission: a request runs only when its adapter has pages, and its pages fit beside it.
 
 Targets (0.5.17):
-- `Scheduler._can_schedule_lora_req`: ends requests whose adapter was unloaded meanwhile, and lets
-  no request pass one that waits for a slot (see `turns`);
-- `PrefillAdder.add_one_req`: promotes the adapter within the budget that the adder has left, so
-  that what was promised to running requests and to this pass's earlier ones stays untouched;
+- `Scheduler._can_schedule_lora_req`: ends requests whose adapter was unloaded meanwhile or cannot
+  be read, lets no request pass one that waits for a slot (see `turns`), and passes over those whose
+  bytes are not on the device yet (see `tiers/prefetch`);
+- `PrefillAdder.add_one_req`: nothing runs without its adapter, whatever happened in between;
 - `PrefillAdder.preempt_to_schedule`: the adapter's pages count in what preemption has to free;
 - `Scheduler._add_request_to_queue`: a request that fits into the pool less its adapter's pages at
   no time would wait for ever, and all others behind it.
 
-A request whose adapter does not fit now blocks those behind it, as one whose KV does not fit
-does: first come, first served, so no adapter starves.
+A request whose adapter is on its way is passed over in a bounded number of passes. One whose KV
+does not fit blocks those behind it: first come, first served, and no adapter starves.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, AddReqResult
+from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_graft.engine import turns
 from sglang_graft.engine.hooks import Hook
@@ -30,9 +30,17 @@ def can_schedule(
     """AROUND `_can_schedule_lora_req`."""
     if not self.tree_cache.residency.is_known(req.lora_id):
         message = f"LoRA adapter {req.lora_id} was unloaded before this request could start"
-        req.set_finish_with_abort(message)
-        _forget_adapter(req)
-    return turns.in_turn(original, self, req, running_loras)
+        _end(req, message)
+    elif not req.to_finish and (failure := self.tree_cache.waiting.failure(req)) is not None:
+        _end(req, failure)
+    if not turns.in_turn(original, self, req, running_loras):
+        return False
+    return bool(req.to_finish) or self.tree_cache.waiting.may_start(req)
+
+
+def _end(req: Any, message: str) -> None:
+    req.set_finish_with_abort(message)
+    _forget_adapter(req)
 
 
 def _forget_adapter(req: Any) -> None:
@@ -40,25 +48,15 @@ def _forget_adapter(req: Any) -> None:
     req.lora_id = None
 
 
-def tokens_wanted(req: Any, page_size: int) -> int:
-    """Tokens that SGLang's admission asks for: the uncached prompt, new tokens, a page to round."""
-    new = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
-    prompt = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
-    return int(prompt) + min(new, CLIP_MAX_NEW_TOKENS) + page_size
-
-
 def add_one_req(original: Callable[..., Any], self: Any, req: Any, **rest: Any) -> Any:
     """AROUND `PrefillAdder.add_one_req`; SGLang calls it with keywords after `req`."""
     cache: GraftPrefixCache = self.tree_cache
     residency: Residency = cache.residency
-    missing = residency.missing_pages(req.lora_id)
-    if missing:
-        wanted = tokens_wanted(req, self.page_size) + missing * self.page_size
-        if wanted >= self.rem_total_tokens or not residency.promote(req.lora_id):
-            return AddReqResult.NO_TOKEN
+    if not residency.is_ready(req.lora_id):
+        return AddReqResult.NO_TOKEN
     before = len(self.can_run_list)
     result = original(self, req, **rest)
-    if len(self.can_run_list) > before and not missing:
+    if len(self.can_run_list) > before and cache.tiers.prefetch.came_warm(req.rid):
         residency.count_hit(req.lora_id)
     return result
 
@@ -128,7 +126,7 @@ HOOKS = (
         kind="around",
         function=add_one_req,
         parameters=("self", "req", "has_chunked_req", "truncation_align_size"),
-        reason="promote the adapter within the admission budget",
+        reason="nothing runs without its adapter",
     ),
     Hook(
         target="sglang.srt.managers.schedule_policy.PrefillAdder.preempt_to_schedule",

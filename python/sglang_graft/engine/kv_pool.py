@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_graft import config
 from sglang_graft.cache import UnifiedTree, make_policy
 from sglang_graft.engine.hooks import Hook
+from sglang_graft.engine.host_memory import make_host_pool
 from sglang_graft.engine.pool import Pool, set_pool
 from sglang_graft.pool import Arena, PageLayout, PageLedger
 
@@ -76,7 +77,7 @@ def build_kv_pool(
     is_dsv4_model: bool,
     req_to_token_pool: Any,
 ) -> ArenaKVPool:
-    """AROUND `_build_token_to_kv_pool`: the arena, its ledger and its tree, then the KV views."""
+    """AROUND `_build_token_to_kv_pool`: arena, ledger, host pool and tree, then the KV views."""
     _check_model(self)
     dtype = self.kv_cache_dtype
     fp8 = dtype in (torch.float8_e5m2, torch.float8_e4m3fn)
@@ -93,8 +94,14 @@ def build_kv_pool(
     ledger = PageLedger(pages)
     options = config.published()
     assert options is not None, "the KV pool hook runs, but no options were published"
-    tree = UnifiedTree(ledger, page_tokens=layout.page_tokens, policy=make_policy(options.policy))
-    set_pool(Pool(layout=layout, arena=arena, ledger=ledger, tree=tree))
+    host = make_host_pool(arena, options.host_memory_gb)
+    tree = UnifiedTree(
+        ledger,
+        page_tokens=layout.page_tokens,
+        policy=make_policy(options.policy),
+        host=host.ledger,
+    )
+    set_pool(Pool(layout=layout, arena=arena, ledger=ledger, tree=tree, host=host))
     return ArenaKVPool(
         arena,
         dtype=dtype,

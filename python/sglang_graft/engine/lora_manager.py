@@ -4,7 +4,8 @@ Target (0.5.17): class `lora.lora_manager.LoRAManager`. Reason: SGLang reads ada
 for every module and copies them padded into per-slot buffers; here they are read exactly, packed
 at their true ranks and kept in the arena. Wrapping layers and the update protocol stay SGLang's.
 
-SGLang builds the manager before the arena, so adapters named at start wait for `bind`.
+SGLang builds the manager before the arena, so adapters named at start are read in `bind`, one
+after another: their bytes go to the host pool, and never lie in memory all at once.
 
 A name that is loaded again is replaced: the new registration is complete before the old one
 retires, so a bad file changes nothing. Whether a replacement was asked for is checked where names
@@ -38,7 +39,8 @@ from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.lora_backend import GraftLoRABackend, WeightRef
 from sglang_graft.engine.model_spec import model_spec
 from sglang_graft.engine.pool import Pool
-from sglang_graft.tiers import Residency
+from sglang_graft.engine.tiers import make_tiers
+from sglang_graft.tiers import Packed, Residency, Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +79,13 @@ class WeightRefs:
 
 
 class ReadAdapter(NamedTuple):
-    """An adapter as read, with its packed image once the tile geometry is known."""
+    """An adapter as read, and its packed image."""
 
     adapter: Adapter
-    image: AdapterImage | None
+    image: AdapterImage
 
 
-# What a folder can be wrong in; the last two: no host memory left, pinned or not.
+# What a folder can be wrong in; the last two: no host memory left.
 READ_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 
 
@@ -92,11 +94,12 @@ class GraftLoRAManager(LoRAManager):
 
     lora_backend: GraftLoRABackend
     residency: Residency
+    tiers: Tiers
 
     def init_state(
         self, max_lora_rank: int, target_modules: set[str], lora_paths: list[LoRARef] | None
     ) -> None:
-        """Wrap the model's linears and read the adapters that were named at start."""
+        """Wrap the model's linears; adapters named at start are read once the arena exists."""
         self.max_lora_rank = max_lora_rank
         self.lora_refs: dict[str, LoRARef] = {}
         self.spec = model_spec(
@@ -109,10 +112,10 @@ class GraftLoRAManager(LoRAManager):
             self.spec, self.max_loras_per_batch, max_lora_rank, self.device
         )
         self.update_lora_info()
-        self._read_at_start = [(ref, self.read(ref)) for ref in lora_paths or []]
+        self._named_at_start = list(lora_paths or [])
 
     def bind(self, pool: Pool) -> None:
-        """The arena exists: fix the tile geometry and register the adapters read at start."""
+        """The arena exists: fix the tile geometry and read the adapters named at start."""
         page_bytes = pool.layout.page_bytes
         tile_map = TileMap(self.spec, page_bytes, max_rank=self.max_lora_rank)
         # One slot more than distinct ids in a batch, because slot 0 is always the base model.
@@ -122,15 +125,16 @@ class GraftLoRAManager(LoRAManager):
             arena=pool.arena,
             tile_map=tile_map,
             table=table,
-            pin=self.device.type == "cuda",
         )
+        self.tiers = make_tiers(pool, self.residency, self._read_again)
         self.memory_pool.bind(tile_map)
         self.lora_backend.bind(
             table, pool.arena.buffer, self.memory_pool.projections(), self.max_lora_rank
         )
-        for ref, read in self._read_at_start:
-            self.register(ref, read)
-        self._read_at_start = []
+        for ref in self._named_at_start:
+            self.register(ref, self.read(ref))
+            self.tiers.images.store.wait()
+        self._named_at_start = []
 
     def _load_lora_adapter(self, lora_ref: LoRARef) -> Any:
         try:
@@ -140,17 +144,22 @@ class GraftLoRAManager(LoRAManager):
 
     def read(self, ref: LoRARef) -> ReadAdapter:
         """Read and pack the adapter's folder. Raises READ_ERRORS. Any thread may call it."""
-        if self.device.type == "cuda":
-            # A thread begins with device 0; pinning memory would make a context there.
-            torch.cuda.set_device(self.device)
-        check_size(Path(ref.lora_path), _options().max_adapter_mb * 2**20)
-        adapter = read_adapter(Path(ref.lora_path), self.spec, self.base_weight)
+        adapter = self._read(Path(ref.lora_path))
         for warning in adapter.warnings:
             logger.warning("Adapter %s: %s", ref.lora_name, warning)
-        if not hasattr(self, "residency"):
-            return ReadAdapter(adapter, None)
-        residency = self.residency
-        return ReadAdapter(adapter, pack(adapter, residency.tile_map, pin=residency.pin))
+        return ReadAdapter(adapter, pack(adapter, self.residency.tile_map))
+
+    def _read_again(self, path: Path) -> Packed:
+        """A registered adapter whose image has left the host pool; its warnings were given."""
+        adapter = self._read(path)
+        return Packed.of(adapter, pack(adapter, self.residency.tile_map))
+
+    def _read(self, path: Path) -> Adapter:
+        if self.device.type == "cuda":
+            # A thread begins with device 0, where any CUDA call would make a context.
+            torch.cuda.set_device(self.device)
+        check_size(path, _options().max_adapter_mb * 2**20)
+        return read_adapter(path, self.spec, self.base_weight)
 
     def finish_load(self, ref: LoRARef, read: ReadAdapter) -> Any:
         """Register what was read, in place of an adapter of the same name; SGLang's answer."""
@@ -197,7 +206,8 @@ class GraftLoRAManager(LoRAManager):
         """Nothing: `prepare_lora_batch`, which SGLang calls next, brings adapters and slots."""
 
     def prepare_lora_batch(self, forward_batch: Any) -> None:
-        """On the forward's stream: finish loads, assign slots, and describe the rows."""
+        """On the forward's stream: set fences, assign slots, and describe the rows."""
+        self.tiers.before_forward()
         ids = forward_batch.lora_ids
         if any(ids):
             slot_of = self.residency.activate(ids)

@@ -31,7 +31,6 @@ def pages_wanted(req: Any, page_tokens: int) -> int:
 
 def check(scheduler: Any, residency: Residency, ref: Any, read: ReadAdapter) -> None:
     """ValueError when pinning this adapter would leave too little for a request that is here."""
-    assert read.image is not None, f"adapter {ref.lora_name} was not packed"
     tree, size = residency.tree, scheduler.page_size
     node = tree.adapter(read.adapter.identity)
     pinned = len(read.image.pages) + residency.pins.pages(without=node)

@@ -1,4 +1,4 @@
-"""The pool of one scheduler process: arena, ledger and tree, as the hooks share them.
+"""The pool of one scheduler process: arena, ledger, tree and host pool, as the hooks share them.
 
 SGLang builds KV pool, allocator, adapters and tree cache in four places that do not know each
 other; they meet here. One process holds one pool.
@@ -8,16 +8,18 @@ from dataclasses import dataclass
 
 from sglang_graft.cache import UnifiedTree
 from sglang_graft.pool import Arena, PageLayout, PageLedger
+from sglang_graft.tiers import HostPool
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The parts that own the pages of one arena."""
+    """The parts that own the pages of one arena, and the pages behind it in host memory."""
 
     layout: PageLayout
     arena: Arena
     ledger: PageLedger
     tree: UnifiedTree
+    host: HostPool
 
     def check_invariants(self) -> None:
         """Assert the invariants of ledger and tree together."""

@@ -32,8 +32,9 @@ from sglang_graft.engine.allocator import ArenaAllocator, upload
 from sglang_graft.engine.flags import BACKEND
 from sglang_graft.engine.page_table import PageTable
 from sglang_graft.engine.pool import Pool
+from sglang_graft.engine.waiting import WaitingRequests
 from sglang_graft.pool import Owner
-from sglang_graft.tiers import Residency
+from sglang_graft.tiers import Residency, Tiers
 
 
 def _tokens(ids: Any, length: int) -> "array[int]":
@@ -50,14 +51,23 @@ class GraftPrefixCache(BasePrefixCache):
     waits_for_slot = False
 
     def __init__(
-        self, pool: Pool, residency: Residency, params: Any, *, keep: bool, check: bool
+        self,
+        pool: Pool,
+        residency: Residency,
+        tiers: Tiers,
+        params: Any,
+        *,
+        keep: bool,
+        check: bool,
     ) -> None:
         self.pool = pool
         self.tree = pool.tree
         self.residency = residency
+        self.tiers = tiers
         self.keep = keep
         self.check = check
         self.page_table = PageTable()
+        self.waiting = WaitingRequests(self)
         self.page_size: int = params.page_size
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator: ArenaAllocator = params.token_to_kv_pool_allocator
@@ -87,7 +97,7 @@ class GraftPrefixCache(BasePrefixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest cached prefix below the request's adapter; at least the adapter node."""
         assert params.req is not None, "a match without its request cannot know its adapter"
-        adapter, salt = self._namespace(params.req)
+        adapter, salt = self.namespace(params.req)
         pages: list[int] = []
         node: Node = adapter
         if self.keep:
@@ -118,7 +128,7 @@ class GraftPrefixCache(BasePrefixCache):
             start, aligned = req.cache_protected_len, end // self.page_size * self.page_size
             own = self.page_table.get(row)
             handed = (aligned - start) // self.page_size
-            adapter, salt = self._namespace(req)
+            adapter, salt = self.namespace(req)
             result = self.tree.insert(
                 adapter, _tokens(ids, aligned), own[:handed], start=start, salt=salt
             )
@@ -148,7 +158,7 @@ class GraftPrefixCache(BasePrefixCache):
         handed = 0
         if is_insert and self.keep and aligned > start:
             handed = (aligned - start) // size
-            adapter, salt = self._namespace(req)
+            adapter, salt = self.namespace(req)
             tokens = _tokens(req.origin_input_ids + req.output_ids, aligned)
             self.tree.insert(adapter, tokens, own[:handed], start=start, salt=salt)
         self.pool.ledger.give(own[handed:], Owner.KV_RUNNING)
@@ -218,7 +228,7 @@ class GraftPrefixCache(BasePrefixCache):
                 f" kv={node.kv_pages} locks={node.lock}"
             )
 
-    def _namespace(self, req: Any) -> tuple[AdapterNode, str]:
+    def namespace(self, req: Any) -> tuple[AdapterNode, str]:
         """The request's adapter node, and the client's part of SGLang's namespace string.
 
         A registration that has gone meanwhile gets the base model's node here; the admission hook
@@ -230,9 +240,14 @@ class GraftPrefixCache(BasePrefixCache):
         node = self.residency.node(req.lora_id)
         return node or self.tree.base, extra.removesuffix(req.lora_id)
 
+    def check_now(self) -> None:
+        """Walk everything, if that was asked for."""
+        self._checked()
+
     def _checked(self) -> None:
         if self.check:
             self.pool.check_invariants()
+            self.tiers.check_invariants()
             running = self.pool.ledger.count(Owner.KV_RUNNING)
             held = self.page_table.pages()
             # Pages of an allocation that its request's row has not received yet are not counted.

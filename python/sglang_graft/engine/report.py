@@ -15,13 +15,14 @@ from sglang_graft.tiers import KnownAdapter
 
 KEY = "graft"
 MODEL_KEY = "graft_model"
-_WHERE = {State.ABSENT: "host", State.LOADING: "loading", State.RESIDENT: "device"}
+_WHERE = {State.LOADING: "loading", State.RESIDENT: "device"}
 
 
 def _node_report(node: AdapterNode) -> dict[str, Any]:
+    absent = "disk" if node.host is None else "host"
     return {
         "identity": node.identity,
-        "state": _WHERE[node.state],
+        "state": _WHERE.get(node.state, absent),
         "pages": len(node.pages),
         "kv_pages": node.kv_pages,
         "locks": node.lock,
@@ -37,6 +38,7 @@ def _adapter_report(cache: GraftPrefixCache, known: KnownAdapter) -> dict[str, A
         "weight_pages": known.node.weight_pages,
         "hits": known.hits,
         "pinned": known.adapter_id in pins.ids(),
+        **cache.tiers.adapter_report(known.node),
         **_node_report(known.node),
         "locks": known.node.lock - pins.count(known.node),
     }
@@ -61,10 +63,15 @@ def pool_report(cache: GraftPrefixCache) -> dict[str, Any]:
         "page_bytes": cache.pool.layout.page_bytes,
         "page_tokens": cache.pool.layout.page_tokens,
         "invalid_kv_pages": cache.tree.invalid_kv_pages(),
-        "adapter_bytes_loaded": residency.copied_bytes,
+        "adapter_bytes_loaded": cache.tiers.transfers.adapter_pages_loaded
+        * cache.pool.layout.page_bytes,
         "adapter_host_bytes": residency.host_bytes(),
         "policy": cache.tree.policy.name,
-        "base": _node_report(cache.tree.base),
+        "host": cache.tiers.report(),
+        "base": {
+            **cache.tiers.adapter_report(cache.tree.base),
+            **_node_report(cache.tree.base),
+        },
         "adapters": [_adapter_report(cache, known) for known in residency.known()],
         "retired": [_adapter_report(cache, known) for known in residency.retired()],
     }

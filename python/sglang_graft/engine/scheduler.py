@@ -21,6 +21,7 @@ from sglang_graft.engine import (
     prefix_cache,
     report,
     turns,
+    waiting,
 )
 from sglang_graft.engine.hooks import register, verify
 from sglang_graft.engine.pool import get_pool
@@ -37,6 +38,7 @@ HOOKS = (
     *background_load.HOOKS,
     *admission.HOOKS,
     *turns.HOOKS,
+    *waiting.HOOKS,
     *report.HOOKS,
 )
 
@@ -47,12 +49,15 @@ def make_prefix_cache(ctx: Any) -> prefix_cache.GraftPrefixCache:
     options = config.published()
     assert options is not None, "the tree is built, but no options were published"
     pool = get_pool()
-    residency = ctx.tp_worker.model_runner.lora_manager.residency
+    manager = ctx.tp_worker.model_runner.lora_manager
+    residency = manager.residency
     logger.info(
-        "Graft is on: %d pages of %d bytes (%d tokens each), %d adapters, %s, %d hooks live",
+        "Graft is on: %d pages of %d bytes (%d tokens each), %d more in host memory, %d adapters,"
+        " %s, %d hooks live",
         pool.ledger.total,
         pool.layout.page_bytes,
         pool.layout.page_tokens,
+        pool.host.ledger.total,
         len(residency.known()),
         options,
         len(HOOKS),
@@ -60,6 +65,7 @@ def make_prefix_cache(ctx: Any) -> prefix_cache.GraftPrefixCache:
     return prefix_cache.GraftPrefixCache(
         pool,
         residency,
+        manager.tiers,
         ctx.params,
         keep=not ctx.disable_radix_cache,
         check=options.check,

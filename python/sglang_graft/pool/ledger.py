@@ -92,6 +92,10 @@ class PageLedger:
         assert 0 <= page < self.pages, f"page {page} is outside of 0..{self.pages - 1}"
         return Owner(self._owners[page])
 
+    def holds(self, page: int, owner: Owner) -> bool:
+        """Whether `owner` has this page; `owner_of` for hot paths, without its range check."""
+        return self._owners[page] == owner
+
     def pages_of(self, owner: Owner) -> list[int]:
         """All pages of one owner in rising order. Walks every page: not for hot paths."""
         return [page for page, held in enumerate(self._owners) if held == owner]

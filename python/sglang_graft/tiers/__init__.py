@@ -1,5 +1,43 @@
-"""What moves between device and host. So far: adapters, whose images stay on the host for good."""
+"""What moves between device, host and disk, and when."""
 
+from sglang_graft.tiers.build import TierOptions, build_tiers
+from sglang_graft.tiers.copies import Copier, CpuCopier, CudaCopier, Ticket, Way
+from sglang_graft.tiers.counters import Counters, TierCounts
+from sglang_graft.tiers.host_pool import HostPool
+from sglang_graft.tiers.idle import IdlePromotion
+from sglang_graft.tiers.images import AdapterChangedError, Images
+from sglang_graft.tiers.prefetch import Need, Prefetch, Wish
+from sglang_graft.tiers.rates import FixedRates, Rates
 from sglang_graft.tiers.residency import KnownAdapter, Residency
+from sglang_graft.tiers.store import AdapterStore, Packed
+from sglang_graft.tiers.tiers import Tiers
+from sglang_graft.tiers.transfers import Transfers
+from sglang_graft.tiers.write_back import WriteBack
 
-__all__ = ["KnownAdapter", "Residency"]
+__all__ = [
+    "AdapterChangedError",
+    "AdapterStore",
+    "Copier",
+    "Counters",
+    "CpuCopier",
+    "CudaCopier",
+    "FixedRates",
+    "HostPool",
+    "IdlePromotion",
+    "Images",
+    "KnownAdapter",
+    "Need",
+    "Packed",
+    "Prefetch",
+    "Rates",
+    "Residency",
+    "Ticket",
+    "TierCounts",
+    "TierOptions",
+    "Tiers",
+    "Transfers",
+    "Way",
+    "Wish",
+    "WriteBack",
+    "build_tiers",
+]

@@ -25,6 +25,10 @@ class Pins:
         nodes = {node.serial: node for node in self._held.values() if node is not without}
         return sum(node.weight_pages for node in nodes.values())
 
+    def nodes(self) -> list[AdapterNode]:
+        """The pinned nodes, each once, in the order in which they were pinned."""
+        return list({node.serial: node for node in self._held.values()}.values())
+
     def count(self, node: AdapterNode) -> int:
         """Pins on one node."""
         return sum(held is node for held in self._held.values())

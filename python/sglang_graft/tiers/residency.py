@@ -1,16 +1,18 @@
-"""Which adapters this process knows, and how their host images get onto the device.
+"""Which adapters this process knows, and which row of the pointer table each one in a batch has.
 
 A server's adapter id names one registration. Registrations with equal weights share one identity,
 and with it one image, one node of the tree and one set of pages.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sglang_graft.adapters import Adapter, AdapterImage, PointerTable, TileMap, pack
 from sglang_graft.cache import AdapterNode, State, UnifiedTree
 from sglang_graft.pool import Arena
 from sglang_graft.tiers.pins import Pins
+from sglang_graft.tiers.store import Packed
 
 BASE_SLOT = 0
 # SGLang admits a request with a page of prompt, one to round, and room to spare.
@@ -19,14 +21,24 @@ PAGES_OF_A_REQUEST = 3
 
 @dataclass(slots=True, eq=False)
 class KnownAdapter:
-    """One registration: a name of an identity."""
+    """One registration: a name of an identity. `image` has no bytes: they are in the host pool,
+    and can be read again from `path`."""
 
     adapter_id: str
     name: str
+    path: Path
     image: AdapterImage
     node: AdapterNode
     hits: int = 0
-    """Requests that found the weights on the device when they were admitted."""
+    """Admitted requests that found the weights on the device when they came."""
+
+
+def _keep(node: AdapterNode, packed: Packed) -> None:
+    """No host pool: the bytes are read from disk whenever they are wanted."""
+
+
+def _forget(node: AdapterNode) -> None:
+    """Nobody else keeps anything for an adapter."""
 
 
 @dataclass(slots=True)
@@ -40,19 +52,18 @@ class _Slot:
 
 @dataclass(slots=True)
 class Residency:
-    """Registers adapters, promotes them into the pool and gives the ones in a batch their slots.
+    """Registers adapters and gives the ones in a batch their slots.
 
-    `promote` only takes pages. The bytes follow in `activate`, on the stream of the forward that
-    reads them: they are ordered behind every earlier forward that used those pages, and before
-    this one, without any fence. An adapter that is evicted in between is never copied.
+    `offer` takes the bytes of a registered adapter, `forget` hears of one that is gone for good;
+    whoever brings adapters to the device sets both.
     """
 
     tree: UnifiedTree
     arena: Arena
     tile_map: TileMap
     table: PointerTable
-    pin: bool
-    copied_bytes: int = 0
+    offer: Callable[[AdapterNode, Packed], None] = _keep
+    forget: Callable[[AdapterNode], None] = _forget
     pins: Pins = field(init=False)
     _known: dict[str, KnownAdapter] = field(default_factory=dict)
     # Retired: no name leads here, but requests that were accepted before may still start.
@@ -73,12 +84,11 @@ class Residency:
         """Make `adapter` usable under `adapter_id`; its weights stay on the host for now.
 
         `image` spares packing it here. ValueError when it can never fit into the pool beside the
-        pinned adapters and the smallest request.
+        pinned adapters and the smallest request, or not into the host pool.
         """
         assert self._find(adapter_id) is None, f"adapter id {adapter_id} is registered already"
-        image = self._shared_image(adapter.identity) or image
-        image = image or pack(adapter, self.tile_map, pin=self.pin)
-        pages, total = len(image.pages), self.tree.ledger.total
+        packed = Packed.of(adapter, image or pack(adapter, self.tile_map))
+        pages, total = len(packed.pages), self.tree.ledger.total
         pinned = self.pins.pages(without=self.tree.adapter(adapter.identity))
         if pages + pinned + PAGES_OF_A_REQUEST > total:
             page_bytes = self.arena.layout.page_bytes
@@ -88,9 +98,13 @@ class Residency:
                 f" the whole pool has {total} ({total * page_bytes:,} bytes){beside} and a request"
                 f" needs {PAGES_OF_A_REQUEST}; raise --max-total-tokens or --mem-fraction-static"
             )
+        self._check_host(name, pages)
         node = self.tree.add_adapter(adapter.identity, pages)
-        known = KnownAdapter(adapter_id, name, image, node)
+        bare = self._shared_image(adapter.identity) or packed.image
+        known = KnownAdapter(adapter_id, name, adapter.path, bare, node)
         self._known[adapter_id] = known
+        if node.host is None:
+            self.offer(node, packed)
         return known
 
     def pin_adapter(self, adapter_id: str, *, instead_of: str | None = None) -> bool:
@@ -135,7 +149,10 @@ class Residency:
             self.pins.give(adapter_id)
         found = self._known.pop(adapter_id, None) or self._retired.pop(adapter_id)
         self.purge()
-        freed = 0 if self._is_shared(found, or_retired=True) else self.tree.drop(found.node)
+        freed = 0
+        if not self._is_shared(found, or_retired=True):
+            self.forget(found.node)
+            freed = self.tree.drop(found.node)
         if found.node.lock:
             self._leaving[adapter_id] = found
         return freed
@@ -146,10 +163,16 @@ class Residency:
         return 0 if self._is_shared(known) else len(known.node.pages) + known.node.kv_pages
 
     def host_bytes(self) -> int:
-        """Bytes of the host images of every registration, each image once."""
-        places = (*self._known.values(), *self._retired.values(), *self._leaving.values())
-        images = {id(known.image): known.image for known in places}
-        return sum(image.pages.numel() for image in images.values())
+        """Bytes that images take in the host pool."""
+        images = [node.host for node in self.tree.adapters() if node.host is not None]
+        return sum(len(image.pages) for image in images) * self.arena.layout.page_bytes
+
+    def source(self, node: AdapterNode) -> tuple[str, Path]:
+        """Name and folder of a registration of this node."""
+        for known in (*self._known.values(), *self._retired.values()):
+            if known.node is node:
+                return known.name, known.path
+        raise AssertionError(f"adapter {node.identity!r} is not registered")
 
     def known(self) -> list[KnownAdapter]:
         """Every registration that a name leads to, in order."""
@@ -170,37 +193,30 @@ class Residency:
         """Whether requests with `adapter_id` may start."""
         return adapter_id is None or adapter_id in self._known or adapter_id in self._retired
 
-    def missing_pages(self, adapter_id: str | None) -> int:
-        """Pages that promoting this adapter would take now."""
+    def is_ready(self, adapter_id: str | None) -> bool:
+        """Whether the weights are on the device."""
         node = self.node(adapter_id)
         assert node is not None, f"adapter {adapter_id} is not registered"
-        return node.weight_pages if node.state is State.ABSENT else 0
-
-    def promote(self, adapter_id: str | None) -> bool:
-        """Take pages for the weights, evicting if needed; False means no room now."""
-        node = self.node(adapter_id)
-        assert node is not None, f"adapter {adapter_id} is not registered"
-        return node.state is not State.ABSENT or self.tree.load(node) is not None
+        return node.state is State.RESIDENT
 
     def count_hit(self, adapter_id: str | None) -> None:
-        """A request was admitted and its adapter was on the device already."""
+        """A request was admitted whose adapter was on the device when it came."""
         if adapter_id is not None:
             self._registered(adapter_id).hits += 1
 
     def activate(self, adapter_ids: Iterable[str | None]) -> dict[str | None, int]:
-        """Give every adapter of a batch its bytes and its slot; call it on the forward's stream.
+        """Give every adapter of a batch its slot; call it on the forward's stream.
 
-        All of them must have been promoted and be locked by the batch's requests.
+        All of them must be on the device and locked by the batch's requests.
         """
         self._clock += 1
         self.purge()
         wanted = sorted({i for i in adapter_ids if i is not None})
         found = {i: self._registered(i) for i in wanted}
         slots: dict[str | None, int] = {None: BASE_SLOT}
-        for adapter_id in self.pins.ids():
-            self._copy(self._known[adapter_id])
         for known in found.values():
-            self._copy(known)
+            state = known.node.state
+            assert state is State.RESIDENT, f"adapter {known.name} is in a batch, and {state.value}"
             if (slot := self._slot_of.get(known.node.serial)) is not None:
                 self._slots[slot].last_use = self._clock
         for adapter_id, known in found.items():
@@ -240,6 +256,15 @@ class Residency:
                 return known.image
         return None
 
+    def _check_host(self, name: str, pages: int) -> None:
+        host = self.tree.host
+        if host is not None and pages > host.ledger.total:
+            size = self.arena.layout.page_bytes
+            raise ValueError(
+                f"adapter {name}: its weights take {pages * size:,} bytes, the whole host pool has"
+                f" {host.ledger.total * size:,}; raise --graft-host-memory-gb"
+            )
+
     def _check_pin(self, known: KnownAdapter, instead_of: str | None) -> None:
         total, node = self.tree.ledger.total, known.node
         pinned = node.weight_pages + self.pins.pages(without=node)
@@ -257,14 +282,6 @@ class Residency:
         """Let go of removed registrations whose last request has ended, and of their images."""
         if self._leaving:
             self._leaving = {i: known for i, known in self._leaving.items() if known.node.lock}
-
-    def _copy(self, known: KnownAdapter) -> None:
-        node = known.node
-        assert node.state is not State.ABSENT, f"adapter {known.name} is in a batch without pages"
-        if node.state is State.LOADING:
-            self.arena.write(node.pages, known.image.pages)
-            self.copied_bytes += known.image.pages.numel()
-            self.tree.loaded(node)
 
     def _slot(self, known: KnownAdapter) -> int:
         node = known.node

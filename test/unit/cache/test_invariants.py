@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_graft.cache import State
+from sglang_graft.cache import HostCopy, State
 from sglang_graft.pool.ledger import Owner
 
 
@@ -88,7 +88,7 @@ def test_cached_pages_that_no_node_has(tree):
 
 def test_weights_that_no_adapter_has(tree):
     tree.ledger.take(1, Owner.IN_FLIGHT)
-    broken(tree, "0 pages of loading weights, the ledger has 1")
+    broken(tree, "0 pages of loading nodes, the ledger has 1")
 
 
 def test_kv_of_an_absent_adapter(tree):
@@ -112,6 +112,7 @@ def test_a_heap_out_of_order(tree):
 def test_a_node_gone_that_the_heap_keeps(tree, run):
     node = node_of(tree, run, "z")
     del node.parent.children[node.edge]
+    node.parent.device_children -= 1
     node.adapter.kv_pages -= 1
     tree._evictable -= 1
     tree.ledger.give(node.pages, Owner.KV_CACHED)
@@ -121,6 +122,16 @@ def test_a_node_gone_that_the_heap_keeps(tree, run):
 def test_a_value_that_fell_unseen(tree, run):
     node_of(tree, run, "z").last_use = 0
     broken(tree, "value fell from")
+
+
+def test_a_child_that_its_parent_does_not_count(tree):
+    tree.adapter("a").device_children -= 1
+    broken(tree, "2 children on the device, counter says 1")
+
+
+def test_a_host_copy_without_a_host_tier(tree, run):
+    node_of(tree, run, "z").host = HostCopy([1])
+    broken(tree, "host copies without a host tier")
 
 
 def test_a_use_in_the_future(tree):

@@ -55,6 +55,7 @@ def test_locked_nodes_and_parents_lose_their_entry_when_they_surface() -> None:
     heap = filled(locked, parent, free)
     locked.lock = 1
     parent.children[b""] = free
+    parent.device_children = 1
     assert heap.pop() is free
     assert (locked.entry, parent.entry, len(heap)) == (None, None, 0)
     locked.lock = 0
@@ -142,7 +143,7 @@ def test_drops_do_not_leave_entries_behind(run) -> None:
 
 
 def test_unknown_policies_name_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="wanted one of lru; got 'mru'"):
+    with pytest.raises(ValueError, match="wanted one of cost, elora, lru; got 'mru'"):
         make_policy("mru")
 
 

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from sglang_graft.cache import AdapterNode
-from sglang_graft.engine.admission import fit_into_pool, preempt_to_schedule, tokens_wanted
+from sglang_graft.engine.admission import fit_into_pool, preempt_to_schedule
 
 PAGE = 16
 POOL_PAGES = 20
@@ -37,6 +38,13 @@ class Request:
 
     def set_finish_with_abort(self, message: str) -> None:
         self.origin_input_ids, self.to_finish = [0], message
+
+
+def tokens_wanted(req: Any, page_size: int) -> int:
+    """Tokens that SGLang's admission asks for: uncached prompt, new tokens, a page to round."""
+    new = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    prompt = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+    return int(prompt) + min(new, CLIP_MAX_NEW_TOKENS) + page_size
 
 
 def is_admissible(request: Request, weight_pages: int, pinned: int = 0) -> bool:

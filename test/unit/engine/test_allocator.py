@@ -8,6 +8,7 @@ from sglang_graft.cache import Lru, UnifiedTree
 from sglang_graft.engine.allocator import ArenaAllocator
 from sglang_graft.engine.pool import Pool
 from sglang_graft.pool import Arena, Owner, PageLayout, PageLedger
+from sglang_graft.tiers import HostPool
 
 PAGE = 16
 LAYOUT = PageLayout(layers=2, page_tokens=PAGE, kv_heads=1, head_dim=16, dtype=torch.float32)
@@ -16,7 +17,13 @@ LAYOUT = PageLayout(layers=2, page_tokens=PAGE, kv_heads=1, head_dim=16, dtype=t
 def make(pages: int = 33) -> ArenaAllocator:
     ledger = PageLedger(pages)
     tree = UnifiedTree(ledger, page_tokens=PAGE, policy=Lru())
-    pool = Pool(layout=LAYOUT, arena=Arena(LAYOUT, pages, "cpu"), ledger=ledger, tree=tree)
+    pool = Pool(
+        layout=LAYOUT,
+        arena=Arena(LAYOUT, pages, "cpu"),
+        ledger=ledger,
+        tree=tree,
+        host=HostPool(1, LAYOUT.page_bytes, pin=False),
+    )
     return ArenaAllocator(pool, ledger.total * PAGE, torch.float32, "cpu", None)
 
 

@@ -1,13 +1,22 @@
 """Registrations, promotion, copies and slots, on a tiny pool."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers_adapters import random_adapter, read_matrix
 
 from sglang_graft.adapters import Adapter, ModelSpec, PointerTable, TileMap
-from sglang_graft.cache import Lru, State, UnifiedTree
+from sglang_graft.cache import HostTier, Lru, State, UnifiedTree
 from sglang_graft.pool import Arena, Owner, PageLayout, PageLedger
-from sglang_graft.tiers import KnownAdapter, Residency
+from sglang_graft.tiers import (
+    CpuCopier,
+    HostPool,
+    KnownAdapter,
+    Packed,
+    Residency,
+    build_tiers,
+)
 from sglang_graft.tiers.residency import PAGES_OF_A_REQUEST
 
 SPEC = ModelSpec.llama_like(
@@ -20,6 +29,8 @@ SPEC = ModelSpec.llama_like(
     },
     torch.float32,
 )
+HOST_PAGES = 200
+ALL_LINEARS = {(layer, linear.name): 256 for layer in range(SPEC.layers) for linear in SPEC.linears}
 LAYOUT = PageLayout(layers=2, page_tokens=16, kv_heads=2, head_dim=16, dtype=torch.float32)
 
 
@@ -29,7 +40,35 @@ def make(pages: int = 40, slots: int = 3) -> Residency:
     tile_map = TileMap(SPEC, LAYOUT.page_bytes)
     table = PointerTable(slots, tile_map, "cpu")
     arena = Arena(LAYOUT, pages, "cpu")
-    return Residency(tree=tree, arena=arena, tile_map=tile_map, table=table, pin=False)
+    residency = Residency(tree=tree, arena=arena, tile_map=tile_map, table=table)
+    host = HostPool(HOST_PAGES, LAYOUT.page_bytes, pin=False)
+    tree.host = HostTier(host.ledger, tree.policy)
+    build_tiers(residency, host, CpuCopier(arena, host), unreadable)
+    return residency
+
+
+def unreadable(path: Path) -> Packed:
+    raise FileNotFoundError(f"{path} is no folder in these tests")
+
+
+def promote(residency: Residency, adapter_id: str) -> bool:
+    """Bring an adapter's bytes to the device, as the tiers do."""
+    node = residency.node(adapter_id)
+    assert node is not None
+    tiers = residency.offer.__self__  # type: ignore[attr-defined]
+    tiers.images.store.wait()
+    if node.state is State.ABSENT:
+        if residency.tree.load(node) is None:
+            return False
+        tiers.transfers.load(node)
+    tiers.step([])  # for pinned ones, whose pages wait for their bytes
+    tiers.transfers.poll()
+    return node.state is State.RESIDENT
+
+
+def loaded_bytes(residency: Residency) -> int:
+    tiers = residency.offer.__self__  # type: ignore[attr-defined]
+    return int(tiers.transfers.adapter_pages_loaded) * LAYOUT.page_bytes
 
 
 def adapter(seed: int, rank: int = 4) -> Adapter:
@@ -50,43 +89,61 @@ def assert_on_device(residency: Residency, slot: int, wanted: Adapter) -> None:
         assert torch.equal(read_matrix(*arguments, "B"), delta.b.t())
 
 
-def test_promote_takes_pages_and_activate_brings_bytes() -> None:
+def test_bytes_come_from_the_host_pool_and_a_slot_from_activate() -> None:
     residency, one = make(), adapter(1)
     known = residency.add("id-1", "one", one)
     assert known.node.state is State.ABSENT
-    assert residency.missing_pages("id-1") == len(known.image.pages)
-    assert residency.promote("id-1")
-    assert (known.node.state, residency.copied_bytes) == (State.LOADING, 0)
+    assert not residency.is_ready("id-1")
+    assert known.image.pages.numel() == 0, "the bytes are in the host pool alone"
+    assert residency.host_bytes() == known.node.weight_pages * LAYOUT.page_bytes
+    assert promote(residency, "id-1")
     check(residency)
     residency.tree.lock(known.node)
     slots = residency.activate([None, "id-1"])
     assert slots == {None: 0, "id-1": 1}
     assert known.node.state is State.RESIDENT
-    assert residency.copied_bytes == known.image.pages.numel()
+    assert loaded_bytes(residency) == len(known.image.pages) * LAYOUT.page_bytes
     assert_on_device(residency, 1, one)
     residency.activate(["id-1"])
-    assert residency.copied_bytes == known.image.pages.numel(), "a resident adapter is not copied"
+    assert loaded_bytes(residency) == len(known.image.pages) * LAYOUT.page_bytes, (
+        "a resident adapter is not copied"
+    )
     check(residency)
 
 
-def test_an_adapter_evicted_before_its_forward_is_never_copied() -> None:
+def test_an_adapter_without_its_bytes_in_a_batch_is_a_fault() -> None:
     residency = make()
     known = residency.add("id-1", "one", adapter(1))
-    residency.promote("id-1")
-    residency.tree.evict(residency.tree.ledger.total)
-    assert (known.node.state, residency.copied_bytes) == (State.ABSENT, 0)
-    check(residency)
+    residency.tree.load(known.node)
+    with pytest.raises(AssertionError, match="adapter one is in a batch, and loading"):
+        residency.activate(["id-1"])
+
+
+def test_an_adapter_larger_than_the_host_pool_is_refused_with_its_flag() -> None:
+    residency = make(pages=400)
+    with pytest.raises(ValueError, match=r"host pool has 1,638,400; raise --graft-host-memory-gb"):
+        residency.add("id-1", "huge", random_adapter(SPEC, ALL_LINEARS, 1))
+    assert residency.known() == []
+    assert residency.tree.adapter("seed 1") is None
+
+
+def test_source_is_a_registration_of_the_node() -> None:
+    residency = make()
+    known = residency.add("id-1", "one", adapter(1))
+    assert residency.source(known.node) == ("one", known.path)
+    residency.retire("id-1")
+    assert residency.source(known.node) == ("one", known.path)
 
 
 def test_a_reload_into_other_pages_renews_the_slot() -> None:
     residency, one = make(), adapter(1)
     known = residency.add("id-1", "one", one)
-    residency.promote("id-1")
+    promote(residency, "id-1")
     residency.activate(["id-1"])
     residency.tree.evict(residency.tree.ledger.total)
     taken = residency.tree.ledger.take(3, Owner.KV_RUNNING)
     assert taken is not None
-    residency.promote("id-1")
+    promote(residency, "id-1")
     assert set(known.node.pages).isdisjoint(taken)
     assert residency.activate(["id-1"])["id-1"] == 1
     assert_on_device(residency, 1, one)
@@ -98,7 +155,7 @@ def test_slots_go_to_the_least_recently_used() -> None:
     adapters = {f"id-{seed}": adapter(seed) for seed in range(3)}
     for adapter_id, value in adapters.items():
         residency.add(adapter_id, adapter_id, value)
-        assert residency.promote(adapter_id)
+        assert promote(residency, adapter_id)
     assert residency.activate(["id-0", "id-1"]) == {None: 0, "id-0": 1, "id-1": 2}
     residency.activate(["id-0"])
     slot = residency.activate(["id-0", "id-2"])["id-2"]
@@ -113,8 +170,8 @@ def test_equal_weights_share_pages_until_the_last_name_goes() -> None:
     second = residency.add("id-2", "two", adapter(1))
     assert first.node is second.node
     assert first.image is second.image
-    residency.promote("id-1")
-    assert residency.missing_pages("id-2") == 0
+    promote(residency, "id-1")
+    assert residency.is_ready("id-2")
     assert residency.remove("id-1") == 0
     assert residency.node("id-2") is first.node
     check(residency)
@@ -127,7 +184,7 @@ def test_equal_weights_share_pages_until_the_last_name_goes() -> None:
 def test_a_running_request_keeps_its_removed_adapter() -> None:
     residency, one = make(), adapter(1)
     known = residency.add("id-1", "one", one)
-    residency.promote("id-1")
+    promote(residency, "id-1")
     residency.tree.lock(known.node)
     assert residency.remove("id-1") == 0
     assert not residency.is_known("id-1")
@@ -137,9 +194,7 @@ def test_a_running_request_keeps_its_removed_adapter() -> None:
     assert again.node is not known.node
     residency.tree.unlock(known.node)
     assert residency.tree.ledger.free == residency.tree.ledger.total
-    assert residency.host_bytes() == 2 * again.image.pages.numel()
     residency.purge()
-    assert residency.host_bytes() == again.image.pages.numel()
     assert residency.node("id-1") is None
     check(residency)
 
@@ -157,14 +212,14 @@ def test_promote_says_no_when_everything_is_held() -> None:
     known = residency.add("id-1", "one", adapter(1))
     total = residency.tree.ledger.total
     assert residency.tree.ledger.take(total - known.node.weight_pages + 1, Owner.KV_RUNNING)
-    assert not residency.promote("id-1")
+    assert not promote(residency, "id-1")
     assert known.node.state is State.ABSENT
     check(residency)
 
 
 def held_by_a_request(residency: Residency, adapter_id: str) -> KnownAdapter:
     known = residency.add(adapter_id, adapter_id, adapter(1))
-    assert residency.promote(adapter_id)
+    assert promote(residency, adapter_id)
     residency.tree.lock(known.node)
     return known
 
@@ -179,8 +234,8 @@ def test_a_retired_adapter_serves_those_who_came_before() -> None:
     residency.tree.unlock(known.node)
     assert residency.tree.trim(known.node) == known.node.weight_pages
     assert residency.is_known("id-1")
-    assert residency.missing_pages("id-1") == known.node.weight_pages
-    assert residency.promote("id-1")
+    assert not residency.is_ready("id-1")
+    assert promote(residency, "id-1")
     residency.tree.lock(known.node)
     residency.activate(["id-1"])
     check(residency)
@@ -194,7 +249,7 @@ def test_a_retired_adapter_serves_those_who_came_before() -> None:
 def test_retiring_an_idle_adapter_frees_it_at_once() -> None:
     residency = make()
     known = residency.add("id-1", "one", adapter(1))
-    residency.promote("id-1")
+    promote(residency, "id-1")
     assert residency.retire("id-1") == known.node.weight_pages
     assert residency.held_pages("id-1") == 0
     check(residency)
@@ -208,10 +263,10 @@ def test_equal_weights_take_over_from_a_retired_adapter() -> None:
     residency.retire("id-1")
     successor = residency.add("id-2", "one", adapter(1))
     assert (successor.node, successor.image) == (old.node, old.image)
-    assert residency.host_bytes() == old.image.pages.numel()
+    assert residency.host_bytes() == len(old.image.pages) * LAYOUT.page_bytes
     residency.tree.unlock(old.node)
     assert residency.remove("id-1") == 0
-    assert residency.missing_pages("id-2") == 0
+    assert residency.is_ready("id-2")
     check(residency)
 
 
@@ -223,7 +278,7 @@ def test_a_pinned_adapter_is_no_victim_until_it_is_retired() -> None:
     assert (tree.protected, tree.evictable) == (known.node.weight_pages, 0)
     assert tree.evict(tree.ledger.total) == 0
     residency.add("id-2", "two", adapter(2))
-    residency.promote("id-2")
+    promote(residency, "id-2")
     residency.activate(["id-2"])
     assert known.node.state is State.RESIDENT, "the next forward brings its bytes"
     check(residency)

@@ -1,0 +1,111 @@
+"""The cost model: seconds to bring a node back, for each page, times how often it is wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sglang_graft.cache.node import AdapterNode, Node
+from sglang_graft.cache.policy import EvictionPolicy
+from sglang_graft.cache.rates import Rates
+from sglang_graft.cache.runs import TOKEN_BYTES
+
+# A price of 0 would make a node worthless however often it is wanted.
+_LEAST_S = 1e-12
+
+
+@dataclass(slots=True)
+class Prices:
+    """Seconds for a page of a node to come back to the device.
+
+    From nowhere: weights are read from the disk and copied, KV is computed again at its depth. With
+    a host tier, what leaves the device comes back by a copy: write-back is ahead of eviction, so
+    whether a node has its copy already is no matter of the node. What leaves the host is lost; its
+    copy is worth the difference.
+
+    rates: prices of this window; after a change call `UnifiedTree.reprice()`.
+    """
+
+    page_bytes: int = 2**21
+    page_tokens: int = 16
+    host_tier: bool = False
+    rates: Rates = field(default_factory=Rates)
+
+    def seconds_per_page(self, node: Node) -> float:
+        """Seconds for each page of the node when it leaves the device; more than 0."""
+        lost = self.lost_seconds_per_page(node)
+        return min(self.copy_seconds, lost) if self.host_tier else lost
+
+    def host_seconds_per_page(self, node: Node) -> float:
+        """Seconds for each page of the node that its host copy saves; more than 0."""
+        return max(self.lost_seconds_per_page(node) - self.copy_seconds, _LEAST_S)
+
+    @property
+    def copy_seconds(self) -> float:
+        """Seconds to copy a page from the host."""
+        return self.rates.load_seconds(self.page_bytes)
+
+    def lost_seconds_per_page(self, node: Node) -> float:
+        """Seconds for each page to bring it back from nowhere."""
+        if isinstance(node, AdapterNode):
+            return self.rates.read_seconds(self.page_bytes) + self.copy_seconds
+        tokens = max(1, len(node.key) // TOKEN_BYTES)
+        pages = max(1, tokens // self.page_tokens)
+        return self.rates.prefill_seconds(tokens, node.start * self.page_tokens) / pages
+
+
+class Cost(EvictionPolicy):
+    """GreedyDual over seconds per page, with a short memory of reuse.
+
+    value = level at the last use + uses * seconds for a page. The level is the largest value that
+    ever left (the inflation of Cao and Irani): a node that is not used keeps its value while the
+    level rises past it. So a node lives for `uses` times its price, on the clock of what the pool
+    has to give up, which runs as fast as the pool turns over; nothing is tuned to a size or rate.
+
+    uses: 1 at the start, 1 more with each use, up to `most_uses`; it falls by 1 each time the level
+    rises by what the node costs from nowhere, to 1 at least. What was wanted again within its life
+    gets a longer one, and loses it when that ends. Larger caps save more where popularity stands
+    still, and lose to plain recency where it moves (docs/replay.md). An adapter keeps its count
+    while it is off the device. Values never fall between uses or by a use.
+
+    A next turn of a conversation (`again`) makes its path as fresh as a first one but adds nothing
+    to the count: turns come in a row and then stop, and an adapter or a shared prompt would be
+    taken for popular after each of them.
+    """
+
+    name = "cost"
+
+    def __init__(self, prices: Prices | None = None, *, most_uses: float = 2.0) -> None:
+        if not most_uses >= 1:
+            raise ValueError(f"most_uses: wanted 1 or more, got {most_uses}")
+        self.prices = prices or Prices()
+        self.most_uses = most_uses
+        self.level = 0.0
+
+    def value(self, node: Node) -> float:
+        """Level below which it does not fall."""
+        return node.used_at + max(1.0, node.uses) * self.prices.seconds_per_page(node)
+
+    def host_value(self, node: Node) -> float:
+        """The same with what the host copy saves."""
+        return node.used_at + max(1.0, node.uses) * self.prices.host_seconds_per_page(node)
+
+    def used(self, node: Node, clock: int, *, again: bool) -> None:
+        """Count it, and make it as young as any."""
+        aged = self._aged(node)
+        node.uses = max(1.0, aged) if again else min(aged + 1.0, self.most_uses)
+        node.used_at = self.level
+
+    def loaded(self, adapter: AdapterNode, clock: int) -> None:
+        """Make it as young as any: what was just paid for is not what leaves next."""
+        adapter.uses = self._aged(adapter)
+        adapter.used_at = self.level
+
+    def evicted(self, node: Node, clock: int) -> None:
+        """Raise the level."""
+        self.level = max(self.level, self.value(node))
+
+    def _aged(self, node: Node) -> float:
+        if not node.uses:
+            return 0.0
+        idle = (self.level - node.used_at) / self.prices.lost_seconds_per_page(node)
+        return max(0.0, node.uses - idle)

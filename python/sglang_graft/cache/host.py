@@ -1,0 +1,279 @@
+"""The host side of the tree: which nodes have a copy in host memory, and which copy leaves first.
+
+A host page belongs to an adapter's image (ADAPTER), to a node's KV (KV_CACHED), or is being
+written (IN_FLIGHT: a copy from the device or a read from disk is under way). Host eviction has no
+duty to succeed: what finds no room is not copied.
+
+What leaves, in this order, when a node of policy value v wants room:
+
+1. copies of KV that is also on the device and worth more than v, the latest used first: such KV is
+   the furthest from leaving the device, so its copy is needed last and can be made again;
+2. copies that are the only ones and worth less than v, the least valuable leaf first.
+
+So copies of what will leave the device soon are kept. An adapter's image may take any room (a
+request asks for it), in the same order and at last from images of adapters that are on the device:
+those come back from disk at worst.
+
+Copies are made from the top of a path and leave from its end: a KV node that has one has a parent
+that has one. So KV that leaves the device with its copy is never cut off from what it continues.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Collection
+
+from sglang_graft.cache.node import AdapterNode, Entry, HostCopy, Node
+from sglang_graft.cache.policy import EvictionPolicy
+from sglang_graft.cache.runs import detach
+from sglang_graft.pool.ledger import Owner, PageLedger
+
+_DEAD_KEPT = 64
+# How many copies of KV that is on both sides are looked at, the latest used first, for one room.
+_LOOKED_AT = 64
+_NOBODY: frozenset[int] = frozenset()
+
+
+class HostTier:
+    """Host pages of one tree: copies, the order in which they leave, and pages that are in use.
+
+    A page that a transfer reads or writes cannot be given to anybody else. When its node goes away
+    meanwhile the page stays IN_FLIGHT as an orphan and becomes free when the transfer ends.
+    """
+
+    def __init__(self, ledger: PageLedger, policy: EvictionPolicy) -> None:
+        self.ledger = ledger
+        self.dropped_pages = 0
+        """Pages of KV that were lost because their only copy had to leave."""
+        self._policy = policy
+        self._heap: list[Entry] = []
+        self._pushes = 0
+        self._dead = 0
+        self._kv_twice: dict[int, Node] = {}  # by serial; the latest used last
+        self._images_twice: dict[int, Node] = {}
+        self._readers: dict[int, int] = {}
+        self._orphans: set[int] = set()
+
+    # ---- room and copies
+
+    def add(
+        self, node: Node, pages: int, *, force: bool = False, spare: Collection[int] = _NOBODY
+    ) -> list[int] | None:
+        """Take `pages` host pages for a copy of `node`, which has none: owner IN_FLIGHT.
+
+        Evicts what is worth less (with `force` whatever can go); nodes whose serials are in `spare`
+        stay. None: no room now; copies may have left all the same.
+        """
+        assert node.host is None, f"node {node.serial} has a host copy already"
+        parent = node.parent
+        assert parent is None or parent is node.adapter or parent.host, (
+            f"node {node.serial} is copied before its parent"
+        )
+        if pages > self.ledger.total:
+            return None
+        missing = pages - self.ledger.free
+        if missing > 0 and not self._make_room(node, missing, force, spare):
+            return None
+        taken = self.ledger.take(pages, Owner.IN_FLIGHT)
+        assert taken is not None, f"{pages} host pages were free, and could not be taken"
+        node.host = HostCopy(taken)
+        self._count(node, len(taken))
+        self.settle(node)
+        return taken
+
+    def landed(self, pages: list[int], owner: Owner) -> None:
+        """The bytes of IN_FLIGHT pages are there. Orphans among them become free."""
+        mine = [page for page in pages if page not in self._orphans]
+        gone = [page for page in pages if page in self._orphans]
+        self._orphans.difference_update(gone)
+        self.ledger.move(mine, Owner.IN_FLIGHT, owner)
+        self.ledger.give(gone, Owner.IN_FLIGHT)
+
+    def begin_read(self, pages: list[int]) -> None:
+        """A transfer reads these pages until `end_read`."""
+        for page in pages:
+            assert not self.ledger.holds(page, Owner.IN_FLIGHT), f"host page {page} has no bytes"
+            self._readers[page] = self._readers.get(page, 0) + 1
+
+    def end_read(self, pages: list[int]) -> None:
+        """Undo one `begin_read`."""
+        gone = []
+        for page in pages:
+            self._readers[page] -= 1
+            if self._readers[page] == 0:
+                del self._readers[page]
+                if page in self._orphans:
+                    self._orphans.remove(page)
+                    gone.append(page)
+        self.ledger.give(gone, Owner.IN_FLIGHT)
+
+    def is_readable(self, node: Node) -> bool:
+        """Whether the node has a copy whose bytes have landed."""
+        copy = node.host
+        return copy is not None and not any(
+            self.ledger.holds(page, Owner.IN_FLIGHT) for page in copy.pages
+        )
+
+    def release(self, node: Node) -> int:
+        """The node loses its copy; returns its pages, which are free unless a transfer has them."""
+        copy = node.host
+        if copy is None:
+            return 0
+        self._forget(copy)
+        self._kv_twice.pop(node.serial, None)
+        self._images_twice.pop(node.serial, None)
+        node.host = None
+        self._count(node, -len(copy.pages))
+        for page in copy.pages:
+            owner = self.ledger.owner_of(page)
+            if owner is Owner.IN_FLIGHT:
+                self._orphans.add(page)
+            elif page in self._readers:
+                self._orphans.add(page)
+                self.ledger.move([page], owner, Owner.IN_FLIGHT)
+            else:
+                self.ledger.give([page], owner)
+        return len(copy.pages)
+
+    # ---- what the tree tells
+
+    def settle(self, node: Node) -> None:
+        """The node's place changed: it came to or left the device, or was used."""
+        self._kv_twice.pop(node.serial, None)
+        if node.host is None:
+            return
+        if node.pages:
+            twice = self._images_twice if node is node.adapter else self._kv_twice
+            twice[node.serial] = node
+        else:
+            self._images_twice.pop(node.serial, None)
+            if node.is_host_victim():
+                self._push(node)
+
+    def reprice(self) -> None:
+        """Take every value anew. O(n)."""
+        nodes = [entry[3] for entry in self._live()]
+        self._heap, self._dead = [], 0
+        for node in nodes:
+            assert node.host is not None, f"node {node.serial} is ordered without a copy"
+            node.host.entry = None
+            self._push(node)
+
+    # ---- eviction
+
+    def _make_room(self, node: Node, missing: int, force: bool, spare: Collection[int]) -> bool:
+        worth = -math.inf if force else self._policy.host_value(node)
+        # The copy above on the path has nothing below it yet, and must not make room for it.
+        kept = {*spare, node.serial, node.parent.serial if node.parent else node.serial}
+        freed = self._drop_twice(self._kv_twice, missing, worth, kept)
+        freed += self._drop_only(missing - freed, math.inf if force else worth, kept)
+        if force:
+            freed += self._drop_twice(self._images_twice, missing - freed, worth, kept)
+        return freed >= missing
+
+    def _drop_twice(
+        self, twice: dict[int, Node], wanted: int, worth: float, kept: Collection[int]
+    ) -> int:
+        freed, chosen = 0, []
+        for node in itertools.islice(reversed(twice.values()), _LOOKED_AT):
+            if freed >= wanted:
+                break
+            if (
+                self._policy.host_value(node) > worth
+                and node.serial not in kept
+                and self._is_end(node)
+            ):
+                chosen.append(node)
+                freed += len(node.host.pages if node.host else ())
+        for node in chosen:
+            self.release(node)
+        return freed
+
+    def _is_end(self, node: Node) -> bool:
+        """Whether its copy is in nobody's use and no child's copy continues it."""
+        if not self._is_idle(node):
+            return False
+        return node is node.adapter or not any(child.host for child in node.children.values())
+
+    def _drop_only(self, wanted: int, worth: float, kept: Collection[int]) -> int:
+        freed, aside = 0, []
+        while freed < wanted:
+            node = self._pop()
+            if node is None:
+                break
+            if self._policy.host_value(node) >= worth:
+                aside.append(node)
+                break
+            if not self._is_idle(node) or node.serial in kept:
+                aside.append(node)
+                continue
+            freed += self._drop(node)
+        for node in aside:
+            self._push(node)
+        return freed
+
+    def _drop(self, node: Node) -> int:
+        """Forget a leaf that is on the host alone; an adapter stays known, without its image."""
+        freed = self.release(node)
+        if not isinstance(node, AdapterNode):
+            self.dropped_pages += freed
+            node.adapter.dropped_pages += freed
+            parent = detach(node)
+            if parent.is_host_victim():
+                self._push(parent)
+        return freed
+
+    def _is_idle(self, node: Node) -> bool:
+        copy = node.host
+        if copy is None:
+            return False
+        if not self._readers and not self.ledger.count(Owner.IN_FLIGHT):
+            return True  # the usual case, without a look at each page
+        return not any(
+            page in self._readers or self.ledger.holds(page, Owner.IN_FLIGHT) for page in copy.pages
+        )
+
+    # ---- the order of only copies: as `VictimHeap`, lazily
+
+    def _push(self, node: Node) -> None:
+        copy = node.host
+        assert copy is not None, f"node {node.serial} has no host copy to order"
+        if copy.entry is None:
+            self._pushes += 1
+            copy.entry = (self._policy.host_value(node), node.serial, self._pushes, node)
+            heapq.heappush(self._heap, copy.entry)
+
+    def _pop(self) -> Node | None:
+        while self._heap:
+            entry = heapq.heappop(self._heap)
+            node = entry[3]
+            if node.host is None or node.host.entry is not entry:
+                self._dead -= 1
+                continue
+            node.host.entry = None
+            if not node.is_host_victim():
+                continue
+            if self._policy.host_value(node) > entry[0]:
+                self._push(node)
+                continue
+            return node
+        return None
+
+    def _forget(self, copy: HostCopy) -> None:
+        if copy.entry is None:
+            return
+        copy.entry = None
+        self._dead += 1
+        if self._dead > _DEAD_KEPT and 2 * self._dead > len(self._heap):
+            self._heap = self._live()
+            heapq.heapify(self._heap)
+            self._dead = 0
+
+    def _live(self) -> list[Entry]:
+        return [e for e in self._heap if e[3].host is not None and e[3].host.entry is e]
+
+    def _count(self, node: Node, pages: int) -> None:
+        if node is not node.adapter:
+            node.adapter.host_kv_pages += pages

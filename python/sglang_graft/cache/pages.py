@@ -1,0 +1,344 @@
+"""Pages of the tree's nodes: who is held, what may leave, and how nodes come back to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sglang_graft.cache.host import HostTier
+from sglang_graft.cache.node import AdapterNode, Node, State
+from sglang_graft.cache.policy import EvictionPolicy
+from sglang_graft.cache.runs import TOKEN_BYTES, detach, split
+from sglang_graft.cache.victims import VictimHeap
+from sglang_graft.pool.ledger import Owner, PageLedger
+
+
+def _nobody(pages: Sequence[int]) -> None:
+    """Nobody copies: freed pages concern the ledger alone."""
+
+
+class TreePages:
+    """The device pages of nodes, their locks, eviction and promotion.
+
+    With a `host` tier, a KV node that leaves the device keeps its place in the tree as long as it
+    has a host copy; without one it is forgotten.
+
+    `on_freed` is told of every page that leaves a node, before anybody else can take it: a copy may
+    still be reading or writing it, and whoever writes it next has to come after that copy.
+    """
+
+    def __init__(
+        self,
+        ledger: PageLedger,
+        *,
+        page_tokens: int,
+        policy: EvictionPolicy,
+        host: PageLedger | None = None,
+    ) -> None:
+        if page_tokens < 1:
+            raise ValueError(f"page_tokens: wanted 1 or more, got {page_tokens}")
+        self.ledger = ledger
+        self.page_tokens = page_tokens
+        self.policy = policy
+        self.host = None if host is None else HostTier(host, policy)
+        self.on_freed: Callable[[Sequence[int]], None] = _nobody
+        self.evicted_adapters = 0
+        self.demoted_pages = 0
+        """Pages of KV that left the device and stay on the host."""
+        self.dropped_pages = 0
+        """Pages of KV that left the device for good."""
+        self._page_bytes = page_tokens * TOKEN_BYTES
+        self._victims = VictimHeap(policy)
+        self._clock = 0
+        self._serials = 0
+        self._evictable = 0
+        self._protected = 0
+
+    # ---- what is held
+
+    @property
+    def clock(self) -> int:
+        """The logical clock: one tick a match, insert or load."""
+        return self._clock
+
+    @property
+    def evictable(self) -> int:
+        """Pages of weights and KV that no request holds."""
+        return self._evictable
+
+    @property
+    def protected(self) -> int:
+        """Pages of weights and KV that a request holds."""
+        return self._protected
+
+    def lock(self, node: Node) -> None:
+        """Hold a node, its path and its adapter until `unlock` of the same node."""
+        assert node.parent is not None or node is node.adapter, f"node {node.serial} was evicted"
+        step: Node | None = node
+        moved = 0
+        while step is not None:
+            if step.lock == 0:
+                moved += len(step.pages)
+            step.lock += 1
+            step = step.parent
+        self._evictable -= moved
+        self._protected += moved
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock`. The last unlock of a dropped adapter frees what it still has."""
+        step: Node | None = node
+        moved = 0
+        while step is not None:
+            assert step.lock > 0, f"node {step.serial} is unlocked more often than locked"
+            step.lock -= 1
+            if step.lock == 0:
+                moved += len(step.pages)
+                if step.is_victim():
+                    self._victims.push(step)
+            step = step.parent
+        self._evictable += moved
+        self._protected -= moved
+        adapter = node.adapter
+        if adapter.dropped and adapter.lock == 0:
+            self._release(adapter)
+
+    def use(self, node: Node) -> None:
+        """Tell the policy that a request was admitted with this match; once for each request.
+
+        Matches and locks come several times for a request that waits, so they do not count. Call
+        it before the request's own KV is inserted.
+        """
+        again = node.whole and not node.children and node.parent is not None
+        step: Node | None = node
+        while step is not None:
+            self.policy.used(step, self._clock, again=again)
+            step = step.parent
+
+    # ---- coming to the device
+
+    def load(self, adapter: AdapterNode, *, use_reserve: bool = True) -> list[int] | None:
+        """Take pages for the weights of an absent adapter: state LOADING, owner IN_FLIGHT.
+
+        Evicts what is missing; with `use_reserve=False` the ledger's reserve stays free. Returns []
+        if the adapter is not absent, and None, with nothing changed, if there is no room now. The
+        caller copies into the pages and then calls `loaded`; if `adapter.pages` is no longer this
+        list by then, the node was evicted meanwhile and the copy is void.
+        """
+        if adapter.dropped:
+            raise ValueError(f"adapter {adapter.identity!r} was dropped: add it again to load it")
+        if adapter.state is not State.ABSENT:
+            return []
+        # An absent adapter has no pages, and nothing below it has: no victim can be its own.
+        assert not adapter.device_children, f"adapter {adapter.identity!r} is absent but has KV"
+        pages = self._take(adapter.weight_pages, use_reserve=use_reserve)
+        if pages is None:
+            return None
+        adapter.state = State.LOADING
+        adapter.loads += 1
+        adapter.pages = pages
+        adapter.last_use = self._tick()
+        self.policy.loaded(adapter, self._clock)
+        self._count_new(adapter, len(pages))
+        self._settle(adapter)
+        return pages
+
+    def loaded(self, adapter: AdapterNode) -> None:
+        """The copy of a LOADING adapter has landed."""
+        assert adapter.state is State.LOADING, f"{adapter.identity!r} is {adapter.state.value}"
+        self.ledger.move(adapter.pages, Owner.IN_FLIGHT, Owner.ADAPTER)
+        adapter.state = State.RESIDENT
+
+    def promote(self, node: Node, *, use_reserve: bool = True) -> list[int] | None:
+        """Take pages for KV that is on the host alone: owner IN_FLIGHT until `landed`.
+
+        Its parent must be on the device or on its way, and its host copy readable. Evicts as `load`
+        does. Returns None, with nothing changed, if there is no room now. Counts as a use of its
+        path, or it would be the next victim. The node may be evicted or split before the copy
+        lands; `landed` is for the pages that are still its own.
+        """
+        parent, copy = node.parent, node.host
+        assert parent is not None, f"node {node.serial} was evicted"
+        assert copy is not None, f"node {node.serial} has no host copy"
+        assert not node.pages, f"node {node.serial} is on the device"
+        assert parent.pages or parent is parent.adapter, f"node {node.serial}: its parent is absent"
+        assert node.adapter.state is not State.ABSENT, f"{node.adapter.identity!r} is absent"
+        self.lock(parent)  # what follows may evict, but not the path to this node
+        pages = self._take(len(copy.pages), use_reserve=use_reserve)
+        if pages is not None:
+            clock, step = self._tick(), node
+            step.last_use = clock
+            while step.parent is not None:
+                step = step.parent
+                step.last_use = clock
+            self._place(node, pages)
+        self.unlock(parent)
+        return pages
+
+    def landed(self, pages: Sequence[int]) -> None:
+        """The KV of IN_FLIGHT pages that still belong to their nodes is there."""
+        self.ledger.move(pages, Owner.IN_FLIGHT, Owner.KV_CACHED)
+
+    def is_landed(self, node: Node) -> bool:
+        """Whether a KV node is on the device with its bytes."""
+        return bool(node.pages) and not self.ledger.holds(node.pages[0], Owner.IN_FLIGHT)
+
+    # ---- leaving it
+
+    def evict(self, pages: int) -> int:
+        """Free at least `pages` pages, or all that nobody holds; returns how many.
+
+        Takes the least valuable leaf first: KV with none below it on the device, or an adapter
+        without KV there. Of KV larger than what is missing only the end goes; weights go whole.
+        O(log n) a victim. Never waits: what has a host copy keeps its place in the tree.
+        """
+        freed = 0
+        run: list[int] = []
+        flying: list[int] = []
+        if pages > 0 and self.policy.changed():
+            self.reprice()
+        while freed < pages:
+            victim = self._victims.pop()
+            if victim is None:
+                break
+            self.policy.evicted(victim, self._clock)
+            if isinstance(victim, AdapterNode):
+                victim.evictions += 1
+                self.evicted_adapters += 1
+                freed += self._unload(victim)
+            else:
+                landed = self.is_landed(victim)
+                gone = self._cut(victim, pages - freed)
+                freed += len(gone)
+                if landed:
+                    run += gone
+                else:
+                    flying += gone
+        self._free(run, Owner.KV_CACHED)
+        self._free(flying, Owner.IN_FLIGHT)
+        self._evictable -= freed
+        return freed
+
+    def coldest(self, limit: int) -> list[Node]:
+        """What eviction would take next, in order; looks at `limit` entries of that order."""
+        return self._victims.coldest(limit)
+
+    def reprice(self) -> None:
+        """Order the victims anew after the policy changed its prices. O(n)."""
+        self._victims.reprice()
+        if self.host is not None:
+            self.host.reprice()
+
+    # ---- internals
+
+    def _take(self, pages: int, *, use_reserve: bool) -> list[int] | None:
+        """Free pages, after evicting what is missing; None, and nothing evicted: no room."""
+        room = self.ledger.free - (0 if use_reserve else self.ledger.reserve)
+        if pages > room + self._evictable:
+            return None
+        self.evict(pages - room)
+        taken = self.ledger.take(pages, Owner.IN_FLIGHT, use_reserve=use_reserve)
+        assert taken is not None, f"{pages} pages were free, and could not be taken"
+        return taken
+
+    def _place(self, node: Node, pages: list[int]) -> None:
+        """A KV node that had no pages gets some; its parent is on the device."""
+        assert node.parent is not None, f"node {node.serial} was evicted"
+        node.pages = pages
+        node.parent.device_children += 1
+        node.adapter.kv_pages += len(pages)
+        self._count_new(node, len(pages))
+        self._settle(node)
+
+    def _count_new(self, node: Node, pages: int) -> None:
+        if node.lock:
+            self._protected += pages
+        else:
+            self._evictable += pages
+            if node.is_victim():
+                self._victims.push(node)
+
+    def _cut(self, victim: Node, wanted: int) -> list[int]:
+        """Take up to `wanted` pages off the end of a popped victim; the caller frees and counts."""
+        keep = max(0, len(victim.pages) - wanted)
+        if victim.host is None:
+            return self._lose(victim, keep)
+        if keep and self.is_landed(victim):
+            self._split(victim, keep * self._page_bytes)
+        gone = self._lift(victim)
+        self.demoted_pages += len(gone)
+        victim.adapter.demoted_pages += len(gone)
+        self._settle(victim)
+        return gone
+
+    def _lose(self, victim: Node, keep: int) -> list[int]:
+        """Forget all but the first `keep` pages of KV without a host copy."""
+        assert not victim.children, f"node {victim.serial} has children on the host, and no copy"
+        gone = victim.pages[keep:]
+        self.dropped_pages += len(gone)
+        victim.adapter.dropped_pages += len(gone)
+        if not keep:
+            self._lift(victim)
+            detach(victim)
+            return gone
+        victim.adapter.kv_pages -= len(gone)
+        victim.pages = victim.pages[:keep]
+        victim.key = victim.key[: keep * self._page_bytes]
+        victim.whole = False
+        self._victims.push(victim)
+        return gone
+
+    def _lift(self, node: Node) -> list[int]:
+        """Take a KV node's pages off it; the caller frees and counts them."""
+        parent = node.parent
+        assert parent is not None, f"node {node.serial} was evicted before"
+        assert node.pages, f"node {node.serial} is not on the device"
+        gone, node.pages = node.pages, []
+        node.left = self._clock
+        node.adapter.kv_pages -= len(gone)
+        parent.device_children -= 1
+        if parent.is_victim():
+            self._victims.push(parent)
+        return gone
+
+    def _unload(self, adapter: AdapterNode) -> int:
+        """Free the weights, landed or not; the caller counts them. The base model has none."""
+        if adapter.identity is None:
+            return 0
+        pages, adapter.pages = adapter.pages, []
+        landed = adapter.state is State.RESIDENT
+        self._free(pages, Owner.ADAPTER if landed else Owner.IN_FLIGHT)
+        adapter.state = State.ABSENT
+        adapter.left = self._clock
+        self._settle(adapter)
+        return len(pages)
+
+    def _free(self, pages: Sequence[int], owner: Owner) -> None:
+        """Give pages that leave their nodes back."""
+        if pages:
+            self.on_freed(pages)
+            self.ledger.give(pages, owner)
+
+    def _owner(self, node: Node) -> Owner:
+        """Who has the pages of a KV node on the device, in the ledger's words."""
+        return Owner.KV_CACHED if self.is_landed(node) else Owner.IN_FLIGHT
+
+    def _split(self, lower: Node, size: int) -> Node:
+        """Put the first `size` bytes of a node into one above it, which is returned."""
+        upper = split(lower, self._next_serial(), size, self._page_bytes)
+        self._settle(upper)
+        self._victims.reshaped(lower)
+        return upper
+
+    def _settle(self, node: Node) -> None:
+        if self.host is not None and node.host is not None:
+            self.host.settle(node)
+
+    def _release(self, adapter: AdapterNode) -> int:
+        raise NotImplementedError
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _next_serial(self) -> int:
+        self._serials += 1
+        return self._serials

@@ -1,0 +1,1 @@
+"""Replay: the tree and its policies against seeded workloads, with modelled times."""

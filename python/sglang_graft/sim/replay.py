@@ -1,0 +1,293 @@
+"""A schedule against the real tree and a policy: what is hit, moved and computed again.
+
+Cost in seconds: bytes copied from host to device and read from disk at their rates, plus prefill of
+every prompt token that was not cached. Copies from the device to the host are counted in bytes
+only: they run beside everything and nobody waits for them.
+
+TTFT is an estimate on top: the requests come when the schedule says, prefills take turns on the
+device, copies take turns on the link, reads on the disk. With prefetch a request's reads and copies
+start when it comes; without, when its turn has come, and the device waits for them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from sglang_graft.cache import AdapterNode, EvictionPolicy, Node, State, UnifiedTree
+from sglang_graft.cache.rates import Rates
+from sglang_graft.cache.runs import TOKEN_BYTES
+from sglang_graft.pool.ledger import Owner, PageLedger
+from sglang_graft.sim.schedule import Schedule, Server
+from sglang_graft.sim.tiers import DeviceAlone, Moved, ThreeTiers, Tiers
+from sglang_graft.sim.trace import Demand, Trace
+
+# Appended to an adapter's name where its KV is kept apart from its weights.
+_SPACE = "/kv"
+_NOTHING: array[int] = array("q")
+# Write-back looks this share of the pool ahead of eviction, and at least two chunks of prefill: a
+# chunk takes its pages at once, and what it takes without a copy is lost.
+_AHEAD_SHARE = 8
+_AHEAD_CHUNKS = 2
+
+
+@dataclass(slots=True)
+class Totals:
+    """What a replay counted."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    device_tokens: int = 0
+    """Prompt tokens whose KV was on the device."""
+    host_tokens: int = 0
+    """Prompt tokens whose KV came from the host."""
+    adapter_hits: int = 0
+    adapter_loads: int = 0
+    disk_reads: int = 0
+    h2d_bytes: int = 0
+    disk_bytes: int = 0
+    stored_bytes: int = 0
+    """Written back to the host."""
+    invalid_kv_pages: int = 0
+    """Cached KV without its adapter, summed over admissions; 0 with the dependency rule."""
+    sampled_kv_pages: int = 0
+    prefill_seconds: float = 0.0
+    h2d_seconds: float = 0.0
+    disk_seconds: float = 0.0
+
+    @property
+    def cost_seconds(self) -> float:
+        """Everything that was paid."""
+        return self.prefill_seconds + self.h2d_seconds + self.disk_seconds
+
+
+@dataclass(slots=True)
+class _Service:
+    """What one request's admission cost."""
+
+    disk: float = 0.0
+    copy: float = 0.0
+    prefill: float = 0.0
+
+
+@dataclass(slots=True)
+class _Running:
+    node: Node
+    adapter: AdapterNode
+    tokens: array[int]
+    locked: int  # tokens on the path that `node` locks
+    pages: list[int]  # those behind it
+
+
+@dataclass(slots=True)
+class Replay:
+    """One run; `totals` and `ttft_s` (by request) are its results."""
+
+    trace: Trace
+    plan: Schedule
+    server: Server
+    policy: EvictionPolicy
+    host_pages: int = 0
+    prefetch: bool = True
+    dependency_rule: bool = True
+    """False: weights leave whatever KV they have, which stays and is invalid meanwhile."""
+    check: bool = False
+    totals: Totals = field(default_factory=Totals)
+    ttft_s: list[float] = field(default_factory=list)
+    ledger: PageLedger = field(init=False)
+    tree: UnifiedTree = field(init=False)
+    tiers: Tiers = field(init=False)
+    _running: dict[int, _Running] = field(default_factory=dict)
+    _free_at: float = 0.0
+    _link_at: float = 0.0
+    _disk_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        sizes = self.trace.sizes
+        self.ledger = PageLedger(self.server.pages + 1)
+        host = PageLedger(self.host_pages + 1) if self.host_pages else None
+        self.tree = UnifiedTree(
+            self.ledger, page_tokens=sizes.page_tokens, policy=self.policy, host=host
+        )
+        self.tiers = DeviceAlone(self.tree)
+        if host is not None:
+            chunk = sizes.pages_for(self.server.chunk_tokens)
+            ahead = max(_AHEAD_CHUNKS * chunk, self.server.pages // _AHEAD_SHARE)
+            ahead = min(ahead, self.server.pages)
+            self.tiers = ThreeTiers(self.tree, self.server.rates, sizes.page_bytes, ahead)
+        for index, spec in enumerate(self.trace.workload.adapters):
+            pages = self.trace.weight_pages(index)
+            if host is not None and pages > host.total:
+                raise ValueError(
+                    f"--host-gb: wanted room for {pages} pages, the largest adapter, "
+                    f"got {host.total}; 0 is no host tier"
+                )
+            self.tree.add_adapter(spec.name, pages)
+            if not self.dependency_rule:
+                space = self.tree.add_adapter(spec.name + _SPACE, 0)
+                self.tree.load(space)
+                self.tree.loaded(space)
+
+    def run(self) -> Totals:
+        """Play every event."""
+        self.ttft_s = [0.0] * len(self.trace.demands)
+        for event in self.plan.events:
+            if event.admitted:
+                service = self._admit(event.request)
+                self._time(event.request, service)
+            else:
+                self._end(event.request)
+            if self.check:
+                self.tree.check_invariants()
+                self.ledger.check_invariants()
+                self.tiers.check_invariants()
+        self.totals.stored_bytes = self.tiers.moved.stored * self.trace.sizes.page_bytes
+        return self.totals
+
+    @property
+    def rates(self) -> Rates:
+        """The prices of the modelled device."""
+        return self.server.rates
+
+    def _admit(self, index: int) -> _Service:
+        demand = self.trace.demands[index]
+        tokens = self.trace.workload.requests[index].tokens()
+        usable = tokens[: demand.usable]
+        adapter = self.tree.adapter(self.trace.workload.adapters[demand.adapter].name)
+        assert adapter is not None, f"the adapter of request {index} is not registered"
+        space = self._space(adapter)
+        here = sum(len(node.key) for node in self._landed(space, usable)) // TOKEN_BYTES
+        before = replace(self.tiers.moved)
+        self.tiers.bring(str(index), adapter, usable if space is adapter else _NOTHING)
+        self.tree.lock(adapter)
+        self.tiers.step(self.tiers.moved.weights + self.tiers.moved.kv - before.weights - before.kv)
+        if space is not adapter:
+            self.tiers.bring(f"{index}{_SPACE}", space, usable)
+        match = self.tree.match(space, usable)
+        self.tree.lock(match.node)
+        self.tree.use(match.node)
+        if space is not adapter:
+            self.tree.use(adapter)
+        known = len(match.pages) * self.tree.page_tokens
+        service = self._service(demand, before, known)
+        self._count(demand, min(here, known), known)
+        self._keep(index, adapter, match.node, tokens, known)
+        if not self.dependency_rule:
+            self._sample()
+        return service
+
+    def _landed(self, space: AdapterNode, tokens: array[int]) -> list[Node]:
+        """The nodes of the prefix that the device has before anything is brought."""
+        return [node for node in self.tree.peek(space, tokens) if node.pages]
+
+    def _service(self, demand: Demand, before: Moved, known: int) -> _Service:
+        """What was moved since `before`, in seconds, and what remains to be computed."""
+        moved, totals, page = self.tiers.moved, self.totals, self.trace.sizes.page_bytes
+        read = (moved.read - before.read) * page
+        copied = (moved.weights + moved.kv - before.weights - before.kv) * page
+        totals.disk_bytes += read
+        totals.h2d_bytes += copied
+        totals.disk_reads += read > 0
+        totals.adapter_loads += moved.weights > before.weights
+        totals.adapter_hits += moved.weights == before.weights
+        service = _Service(
+            self.rates.read_seconds(read),
+            self.rates.load_seconds(copied),
+            self.rates.prefill_seconds(demand.prompt - known, known),
+        )
+        totals.disk_seconds += service.disk
+        totals.h2d_seconds += service.copy
+        totals.prefill_seconds += service.prefill
+        return service
+
+    def _space(self, adapter: AdapterNode) -> AdapterNode:
+        """The node below which the adapter's KV is."""
+        if self.dependency_rule:
+            return adapter
+        space = self.tree.adapter(f"{adapter.identity}{_SPACE}")
+        assert space is not None, f"adapter {adapter.identity} has no space for KV"
+        return space
+
+    def _sample(self) -> None:
+        """Add this moment to the share of cached KV whose adapter is absent."""
+        invalid = sum(
+            self._space(adapter).kv_pages
+            for spec in self.trace.workload.adapters
+            if (adapter := self.tree.adapter(spec.name)) and adapter.state is State.ABSENT
+        )
+        self.totals.invalid_kv_pages += invalid
+        self.totals.sampled_kv_pages += self.ledger.count(Owner.KV_CACHED)
+
+    def _keep(
+        self, index: int, adapter: AdapterNode, held: Node, tokens: array[int], known: int
+    ) -> None:
+        """Pages for the whole request; the prompt goes to the tree as after a prefill."""
+        demand, tree = self.trace.demands[index], self.tree
+        size = tree.page_tokens
+        pages: list[int] = []
+        for wanted in self._chunks(demand.pages - known // size):
+            tree.evict(wanted - self.ledger.free)
+            taken = self.ledger.take(wanted, Owner.KV_RUNNING)
+            assert taken is not None, f"no room for request {index}: the schedule is wrong"
+            pages += taken
+            self.tiers.step(wanted)
+        aligned = demand.prompt // size * size
+        handed = (aligned - known) // size
+        done = tree.insert(self._space(adapter), tokens[:aligned], pages[:handed], start=known)
+        tree.lock(done.node)
+        tree.unlock(held)
+        self._running[index] = _Running(done.node, adapter, tokens, aligned, pages[handed:])
+
+    def _chunks(self, pages: int) -> Iterator[int]:
+        """A long prompt is computed in chunks, and takes its pages chunk by chunk."""
+        most = self.trace.sizes.pages_for(self.server.chunk_tokens)
+        while pages > 0:
+            yield min(pages, most)
+            pages -= most
+
+    def _end(self, index: int) -> None:
+        running = self._running.pop(index)
+        size = self.tree.page_tokens
+        aligned = len(running.tokens) // size * size
+        handed = (aligned - running.locked) // size
+        tokens, pages = running.tokens[:aligned], running.pages
+        space = self._space(running.adapter)
+        self.tree.insert(space, tokens, pages[:handed], start=running.locked)
+        self.ledger.give(pages[handed:], Owner.KV_RUNNING)
+        self.tree.unlock(running.node)
+        self.tree.unlock(running.adapter)
+        self.tiers.step(len(running.tokens) // size)
+
+    def _count(self, demand: Demand, on_device: int, known: int) -> None:
+        self.totals.requests += 1
+        self.totals.prompt_tokens += demand.prompt
+        self.totals.device_tokens += on_device
+        self.totals.host_tokens += known - on_device
+
+    def _time(self, index: int, service: _Service) -> None:
+        """One more request through disk, link and device."""
+        ready = self.plan.ready_s[index]
+        start = ready if self.prefetch else max(ready, self._free_at)
+        read = start
+        if service.disk:
+            read = self._disk_at = max(start, self._disk_at) + service.disk
+        copied = read
+        if service.copy:
+            copied = self._link_at = max(read, self._link_at) + service.copy
+        self._free_at = max(copied, self._free_at) + service.prefill
+        self.ttft_s[index] = self._free_at - ready
+
+
+def summary(totals: Totals, ttft_s: list[float]) -> dict[str, Any]:
+    """Totals and TTFT as plain numbers."""
+    ordered = sorted(ttft_s)
+    last = len(ordered) - 1
+    return {
+        **asdict(totals),
+        "cost_seconds": totals.cost_seconds,
+        "ttft_mean_s": sum(ordered) / len(ordered),
+        "ttft_p50_s": ordered[last // 2],
+        "ttft_p99_s": ordered[last * 99 // 100],
+    }

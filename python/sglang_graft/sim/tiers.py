@@ -1,0 +1,169 @@
+"""The tiers of a replayed pool: the real prefetch and write-back, with copies that land at once.
+
+How long a copy or a read takes is the replay's business; here it only happens, and is counted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, cast
+
+from sglang_graft.cache import AdapterNode, Node, Rates, State, UnifiedTree
+from sglang_graft.pool.ledger import Owner
+from sglang_graft.tiers.copies import Way
+from sglang_graft.tiers.counters import Counters
+from sglang_graft.tiers.images import Images
+from sglang_graft.tiers.prefetch import Prefetch, Wish
+from sglang_graft.tiers.transfers import Transfers
+from sglang_graft.tiers.write_back import WriteBack
+
+# One pass reads the image, one loads the weights, each promotes KV; and one to spare.
+_PASSES = 6
+# Write-back runs this often while its lead is used up.
+_PASSES_AHEAD = 32
+
+
+@dataclass(slots=True)
+class Moved:
+    """Pages that moved for one request, or in all."""
+
+    read: int = 0
+    weights: int = 0
+    kv: int = 0
+    stored: int = 0
+
+
+class Tiers(Protocol):
+    """Brings a request's adapter and KV to the device, and keeps copies of what may leave it."""
+
+    moved: Moved
+
+    def bring(self, key: str, adapter: AdapterNode, tokens: array[int]) -> None:
+        """Weights to the device, and what of the KV is elsewhere and worth a copy."""
+
+    def step(self, pages: int) -> None:
+        """After `pages` were taken or came free to leave: copies of what will leave soon."""
+
+    def check_invariants(self) -> None:
+        """Assert that the host's pages add up."""
+
+
+@dataclass(slots=True)
+class DeviceAlone:
+    """No host tier: weights come from the disk each time, KV is computed again."""
+
+    tree: UnifiedTree
+    moved: Moved = field(default_factory=Moved)
+
+    def bring(self, key: str, adapter: AdapterNode, tokens: array[int]) -> None:
+        """See Tiers."""
+        if adapter.state is State.ABSENT:
+            pages = self.tree.load(adapter)
+            assert pages is not None, f"no room for adapter {adapter.identity} of request {key}"
+            self.tree.loaded(adapter)
+            self.moved.read += len(pages)
+            self.moved.weights += len(pages)
+
+    def step(self, pages: int) -> None:
+        """There is nothing to copy to."""
+
+    def check_invariants(self) -> None:
+        """There are no host pages."""
+
+
+@dataclass(slots=True)
+class _Instant:
+    """What prefetch and write-back see as transfers and images; everything is done at once."""
+
+    tree: UnifiedTree
+    moved: Moved
+    failed: int = 0
+
+    def pages_under_way(self, way: Way) -> int:
+        """None, ever."""
+        return 0
+
+    def load(self, node: Node) -> None:
+        """From the host to the device."""
+        if isinstance(node, AdapterNode):
+            self.moved.weights += len(node.pages)
+            self.tree.loaded(node)
+        else:
+            self.moved.kv += len(node.pages)
+            self.tree.landed(node.pages)
+
+    def store(self, node: Node) -> None:
+        """From the device to the host."""
+        self.moved.stored += len(node.pages)
+        self._land(node)
+
+    def want(self, node: AdapterNode, name: str, path: Path) -> None:
+        """From the disk to the host."""
+        host = self.tree.host
+        assert host is not None, "an image needs a host tier"
+        pages = host.add(node, node.weight_pages, force=True)
+        assert pages is not None, f"the host has no room for the image of {name}"
+        self.moved.read += len(pages)
+        self._land(node)
+
+    def failure(self, node: AdapterNode) -> None:
+        """Reads do not fail here."""
+
+    def _land(self, node: Node) -> None:
+        assert self.tree.host is not None, "a copy needs a host tier"
+        assert node.host is not None, f"node {node.serial} has no copy"
+        owner = Owner.ADAPTER if isinstance(node, AdapterNode) else Owner.KV_CACHED
+        self.tree.host.landed(node.host.pages, owner)
+
+
+class ThreeTiers:
+    """Device, host and disk, moved by the server's own `Prefetch` and `WriteBack`."""
+
+    def __init__(self, tree: UnifiedTree, rates: Rates, page_bytes: int, ahead: int) -> None:
+        """`ahead` pages of the order of eviction are copied before they have to leave."""
+        self.tree = tree
+        self.moved = Moved()
+        instant, counters = _Instant(tree, self.moved), Counters()
+        self._prefetch = Prefetch(
+            tree=tree,
+            transfers=cast("Transfers", instant),
+            images=cast("Images", instant),
+            counters=counters,
+            rates=rates,
+            page_bytes=page_bytes,
+            paths=lambda node: (str(node.identity), Path()),
+        )
+        self._write_back = WriteBack(
+            tree=tree,
+            transfers=cast("Transfers", instant),
+            counters=counters,
+            ahead=ahead,
+            under_way=ahead,
+        )
+        self._ahead, self._due = ahead, 0
+
+    def bring(self, key: str, adapter: AdapterNode, tokens: array[int]) -> None:
+        """See Tiers."""
+        wish = Wish(key, adapter, tokens)
+        for _ in range(_PASSES):
+            self._prefetch.consider([wish])
+            if self._prefetch.may_start(wish):
+                return
+        raise AssertionError(f"request {key} does not start after {_PASSES} passes")
+
+    def step(self, pages: int) -> None:
+        """See Tiers. A server makes many passes for each request, so they go on to the end."""
+        self._due += pages
+        if self._due >= self._ahead // _PASSES_AHEAD:
+            self._due = 0
+            before = -1
+            while before < self.moved.stored:
+                before = self.moved.stored
+                self._write_back.run()
+
+    def check_invariants(self) -> None:
+        """See Tiers."""
+        assert self.tree.host is not None, "three tiers need a host tier"
+        self.tree.host.ledger.check_invariants()

@@ -1,0 +1,72 @@
+"""A workload cut into pages: who shares which page of KV with whom."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sglang_graft.cache.runs import token_bytes
+from sglang_graft.sim.sizes import Sizes
+from sglang_graft.sim.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one request needs.
+
+    tokens: prompt and output.   usable: prompt tokens that a cache may supply, in whole pages; the
+    last token is always computed, for its logits.   blocks: ids of all whole pages of prompt and
+    output; equal ids are equal KV.   pages: all pages while it runs.
+    """
+
+    adapter: int
+    prompt: int
+    total: int
+    usable: int
+    blocks: array[int]
+    pages: int
+
+
+@dataclass(slots=True)
+class Trace:
+    """A workload with its sizes; building it names every page of KV."""
+
+    workload: Workload
+    sizes: Sizes
+    demands: list[Demand] = field(default_factory=list)
+    blocks: int = 0
+    """Distinct pages of KV."""
+
+    def __post_init__(self) -> None:
+        ids: dict[tuple[int, bytes], int] = {}
+        size = self.sizes.page_tokens
+        for request in self.workload.requests:
+            tokens = request.tokens()
+            prompt = request.prompt_tokens
+            names = array("q")
+            parent = -1 - request.adapter  # no page has a negative id
+            for key in _pages(tokens, size):
+                parent = ids.setdefault((parent, key), len(ids))
+                names.append(parent)
+            self.demands.append(
+                Demand(
+                    adapter=request.adapter,
+                    prompt=prompt,
+                    total=len(tokens),
+                    usable=(prompt - 1) // size * size,
+                    blocks=names,
+                    pages=self.sizes.pages_for(len(tokens)),
+                )
+            )
+        self.blocks = len(ids)
+
+    def weight_pages(self, adapter: int) -> int:
+        """Pages of an adapter's weights."""
+        return self.sizes.adapter_pages(self.workload.adapters[adapter].rank)
+
+
+def _pages(tokens: array[int], page_tokens: int) -> Iterator[bytes]:
+    data, size = token_bytes(tokens), page_tokens * tokens.itemsize
+    for start in range(0, len(data) // size * size, size):
+        yield data[start : start + size]

@@ -1,0 +1,78 @@
+"""Put the tiers of one pool together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_graft.tiers.copies import Copier
+from sglang_graft.tiers.counters import Counters
+from sglang_graft.tiers.host_pool import HostPool
+from sglang_graft.tiers.idle import IdlePromotion
+from sglang_graft.tiers.images import Images
+from sglang_graft.tiers.prefetch import LOOKAHEAD, Prefetch
+from sglang_graft.tiers.rates import FixedRates, Rates
+from sglang_graft.tiers.residency import Residency
+from sglang_graft.tiers.store import AdapterStore, Packed
+from sglang_graft.tiers.tiers import Tiers
+from sglang_graft.tiers.transfers import Transfers
+from sglang_graft.tiers.write_back import WriteBack
+
+AHEAD = 16
+"""The pool's size over the pages whose copies are made before they have to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What can be switched off, or on."""
+
+    host_kv: bool = True
+    prefetch: bool = True
+    idle_promotion: bool = False
+
+
+def build_tiers(
+    residency: Residency,
+    host: HostPool,
+    copier: Copier,
+    read: Callable[[Path], Packed],
+    *,
+    options: TierOptions | None = None,
+    rates: Rates | None = None,
+) -> Tiers:
+    """Tiers over the tree of `residency`, whose host ledger is that of `host`.
+
+    `read` runs in threads. Without prefetch only the first request in the queue has loads begun.
+    """
+    tree = residency.tree
+    options = options or TierOptions()
+    assert tree.host is not None, "the tree has no host tier"
+    assert tree.host.ledger is host.ledger, "the tree has another host pool"
+    counters = Counters()
+    transfers = Transfers(tree, copier)
+    images = Images(tree, AdapterStore(read, host.write), counters)
+    prefetch = Prefetch(
+        tree=tree,
+        transfers=transfers,
+        images=images,
+        counters=counters,
+        rates=rates or FixedRates(),
+        page_bytes=host.page_bytes,
+        paths=residency.source,
+        lookahead=LOOKAHEAD if options.prefetch else 1,
+        host_kv=options.host_kv,
+    )
+    ahead = max(64, tree.ledger.total // AHEAD)
+    tiers = Tiers(
+        tree=tree,
+        transfers=transfers,
+        images=images,
+        prefetch=prefetch,
+        counters=counters,
+        write_back=WriteBack(tree, transfers, counters, ahead) if options.host_kv else None,
+        idle=IdlePromotion(tree, transfers, counters) if options.idle_promotion else None,
+        pinned=residency.pins.nodes,
+    )
+    residency.offer, residency.forget = tiers.offer, tiers.forget
+    return tiers

@@ -1,0 +1,135 @@
+"""Who copies pages between arena and host pool: streams on a GPU, plain copies on the CPU.
+
+Three queues run side by side: the forward, loads (host to device) and write-backs (device to host).
+Each keeps its own order. `Copier` is all that `Transfers` knows of them, so that tests put a clock
+of their own in their place.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from sglang_graft.pool import Arena
+from sglang_graft.tiers.host_pool import HostPool
+
+Pairs = Sequence[tuple[int, int]]
+"""(host page, device page) of each copy."""
+
+
+class Way(enum.Enum):
+    """The two directions of a copy."""
+
+    LOAD = "load"  # host to device
+    STORE = "store"  # device to host
+
+
+class Ticket(Protocol):
+    """A copy that was started."""
+
+    def done(self) -> bool:
+        """Whether its bytes have landed; never waits."""
+
+
+class Copier(Protocol):
+    """Starts copies and orders them against the forward; never waits for either."""
+
+    def copy(self, way: Way, pairs: Pairs, after: Sequence[Ticket]) -> Ticket:
+        """Copy after every forward launched so far, earlier copies the same way, and `after`."""
+
+    def hold_forward(self, tickets: Sequence[Ticket]) -> None:
+        """The forward launched next, and so all later ones, come after `tickets`."""
+
+
+def runs(pairs: Pairs) -> list[tuple[int, int, int]]:
+    """Neighbouring pages as (first host page, first device page, count): one copy each."""
+    found: list[tuple[int, int, int]] = []
+    for host, device in pairs:
+        if found:
+            first_host, first_device, count = found[-1]
+            if (host, device) == (first_host + count, first_device + count):
+                found[-1] = (first_host, first_device, count + 1)
+                continue
+        found.append((host, device, 1))
+    return found
+
+
+class _PageCopier:
+    """What both copiers do for one run of pages."""
+
+    def __init__(self, arena: Arena, host: HostPool) -> None:
+        size = arena.layout.page_bytes
+        assert host.page_bytes == size, f"pages of {host.page_bytes} and of {size} bytes"
+        self._device = arena.buffer.view(-1, size)
+        self._host = host.buffer
+
+    def _copy(self, way: Way, pairs: Pairs) -> None:
+        for host_page, device_page, count in runs(pairs):
+            assert device_page > 0, "page 0 is the sink and takes part in no copy"
+            host = self._host[host_page - 1 : host_page - 1 + count]
+            device = self._device[device_page : device_page + count]
+            target, source = (device, host) if way is Way.LOAD else (host, device)
+            target.copy_(source, non_blocking=True)
+
+
+class _Landed:
+    """The ticket of a copy that is over when the call returns."""
+
+    def done(self) -> bool:
+        return True
+
+
+class CpuCopier(_PageCopier):
+    """Copies at once. Forwards on the CPU are over when their launch returns."""
+
+    def copy(self, way: Way, pairs: Pairs, after: Sequence[Ticket]) -> Ticket:
+        self._copy(way, pairs)
+        return _Landed()
+
+    def hold_forward(self, tickets: Sequence[Ticket]) -> None:
+        assert all(ticket.done() for ticket in tickets), "a plain copy is still under way"
+
+
+class CudaTicket:
+    """An event behind the copies of one call."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class CudaCopier(_PageCopier):
+    """Two streams beside the forward's. Both memories outlive every copy, so no tensor is kept."""
+
+    def __init__(self, arena: Arena, host: HostPool, forward: Callable[[], Any]) -> None:
+        """`forward` tells the stream on which forwards are launched."""
+        super().__init__(arena, host)
+        self._forward = forward
+        device = arena.buffer.device
+        self._streams = {way: _stream(device) for way in Way}
+
+    def copy(self, way: Way, pairs: Pairs, after: Sequence[Ticket]) -> Ticket:
+        stream = self._streams[way]
+        stream.wait_stream(self._forward())
+        for ticket in after:
+            assert isinstance(ticket, CudaTicket), f"a foreign ticket: {type(ticket).__name__}"
+            stream.wait_event(ticket.event)
+        with torch.cuda.stream(stream):
+            self._copy(way, pairs)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return CudaTicket(event)
+
+    def hold_forward(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            assert isinstance(ticket, CudaTicket), f"a foreign ticket: {type(ticket).__name__}"
+            self._forward().wait_event(ticket.event)

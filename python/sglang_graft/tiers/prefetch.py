@@ -1,0 +1,284 @@
+"""Loads for requests that wait: the adapter first, then its KV from the host, top-down.
+
+A request whose bytes are not there is passed over, so that others run meanwhile. How long that may
+go on is bounded: after `patience` passes in which a later request was let through, the request
+takes whatever nobody holds (KV on the host is then left there and computed anew), and as soon as
+its adapter's image is in host memory, nobody behind it starts before it does. What runs then ends,
+and an adapter that was registered fits into an empty pool. A read from disk blocks nobody.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_graft.cache import AdapterNode, Node, State, UnifiedTree
+from sglang_graft.tiers.counters import Counters
+from sglang_graft.tiers.images import Images
+from sglang_graft.tiers.rates import Rates
+from sglang_graft.tiers.transfers import Transfers
+
+PATIENCE = 4
+LOOKAHEAD = 16
+PROMOTIONS = 2
+"""Passes in which KV is promoted for one request; after that it starts with what is there."""
+THRASH_WINDOW = 64
+"""Ticks of the tree's clock within which a load after an eviction counts as thrash."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wish:
+    """A waiting request: `key` is its id, `tokens` its prompt, `salt` the client's cache space."""
+
+    key: str
+    node: AdapterNode
+    tokens: array[int]
+    salt: str = ""
+
+
+class Need(enum.Enum):
+    """What a wish waits for."""
+
+    NOTHING = "nothing"
+    DISK = "disk"  # its image is being read
+    COPY = "copy"  # its bytes are on their way to the device
+    ROOM = "room"  # no pages for its adapter now
+    FAILED = "failed"  # its image could not be read
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What is remembered of a wish from pass to pass."""
+
+    failures_seen: int
+    warm: bool
+    need: Need = Need.ROOM
+    overtaken: int = 0
+    promotions: int = 0
+    counted_in: int = -1
+
+
+@dataclass(slots=True)
+class Prefetch:
+    """Call `consider` once a pass with the queue in order, then `may_start` for each request.
+
+    `paths` finds name and folder of an adapter node, for images that have to be read again.
+    """
+
+    tree: UnifiedTree
+    transfers: Transfers
+    images: Images
+    counters: Counters
+    rates: Rates
+    page_bytes: int
+    paths: Callable[[AdapterNode], tuple[str, Path]]
+    lookahead: int = LOOKAHEAD
+    patience: int = PATIENCE
+    host_kv: bool = True
+    _states: dict[str, _Waiting] = field(default_factory=dict)
+    _wishes: list[Wish] = field(default_factory=list)
+    _ahead: set[str] = field(default_factory=set)
+    _passed_over: list[str] = field(default_factory=list)
+    _pass: int = 0
+    _blocker: str | None = None
+
+    def consider(self, wishes: Sequence[Wish]) -> None:
+        """A new pass: start loads for the first `lookahead` wishes, in the order of the queue."""
+        self._pass += 1
+        self._passed_over = []
+        self._blocker = None
+        self._wishes = list(wishes[: self.lookahead])
+        self._ahead = {wish.key for wish in self._wishes}
+        self._states = {w.key: self._state(w) for w in wishes}
+        for wish in self._wishes:
+            self._states[wish.key].need = self._advance(wish)
+
+    def spared(self) -> set[int]:
+        """Serials of adapters whose images waiting requests want: they stay in the host pool."""
+        return {wish.node.serial for wish in self._wishes}
+
+    def may_start(self, wish: Wish) -> bool:
+        """Whether the request can be admitted now; call it in the order of the queue."""
+        state = self._states.get(wish.key)
+        if state is None:
+            state = self._states[wish.key] = self._state(wish)
+        if wish.key not in self._ahead:
+            state.need = self._look(wish)
+        elif state.need is Need.NOTHING and wish.node.state is not State.RESIDENT:
+            state.need = Need.ROOM  # it has left since this pass began
+        blocked = self._blocker not in (None, wish.key)
+        if state.need is Need.NOTHING and not blocked:
+            self._overtake()
+            return True
+        self._pass_over(wish, state)
+        return False
+
+    def failure(self, wish: Wish) -> str | None:
+        """Why this wish can never start: its image could not be read since it began to wait."""
+        state = self._states.get(wish.key)
+        found = self.images.failure(wish.node)
+        if state is None or found is None or found.number <= state.failures_seen:
+            return None
+        return found.message
+
+    def came_warm(self, key: str) -> bool:
+        """Whether the adapter of this wish was on the device when the wish was first seen."""
+        state = self._states.get(key)
+        return state is not None and state.warm
+
+    def overtaken(self, key: str) -> int:
+        """In how many passes a later request was let through before this one."""
+        state = self._states.get(key)
+        return 0 if state is None else state.overtaken
+
+    # ---- what a wish waits for
+
+    def _advance(self, wish: Wish) -> Need:
+        """Take the next step for a wish, and say what it waits for then."""
+        if self.failure(wish) is not None:
+            return Need.FAILED
+        node = wish.node
+        if node.state is State.ABSENT:
+            need = self._bring_adapter(wish)
+            if need is not Need.COPY:
+                return need
+        waits = self._bring_kv(wish)
+        if node.state is State.LOADING or waits:
+            return Need.COPY
+        return Need.NOTHING
+
+    def _look(self, wish: Wish) -> Need:
+        """What a wish further back waits for; its loads have to wait too."""
+        if wish.node.state is not State.RESIDENT:
+            return Need.FAILED if self.failure(wish) is not None else Need.ROOM
+        path = self.tree.peek(wish.node, wish.tokens, salt=wish.salt)
+        on_its_way = any(node.pages and not self.tree.is_landed(node) for node in path)
+        return Need.COPY if on_its_way and not self._is_overdue(wish) else Need.NOTHING
+
+    def _bring_adapter(self, wish: Wish) -> Need:
+        node, host = wish.node, self.tree.host
+        assert host is not None, "prefetch needs a host tier"
+        if node.dropped:
+            return Need.FAILED
+        if node.host is None:
+            self.images.want(node, *self.paths(node))
+            return Need.DISK
+        if not host.is_readable(node):
+            return Need.DISK
+        left = node.left
+        if not self._with_wanted_held(wish, lambda: self.tree.load(node, use_reserve=False)):
+            return Need.ROOM
+        self.transfers.load(node)
+        self._count_move(node, left, loads=1)
+        return Need.COPY
+
+    def _bring_kv(self, wish: Wish) -> bool:
+        """Promote what is worth it; whether KV of this wish is on its way."""
+        state = self._states[wish.key]
+        hurry = state.overtaken >= self.patience
+        begun, depth, tried = False, 0, False
+        for node in self.tree.peek(wish.node, wish.tokens, salt=wish.salt):
+            tokens = len(node.key) // 8
+            if not node.pages:
+                if hurry or not self.host_kv or state.promotions >= PROMOTIONS:
+                    break
+                tried = True
+                if not self._is_worth(node, tokens, depth) or not self._promote(wish, node):
+                    break
+            begun |= not self.tree.is_landed(node)
+            depth += tokens
+        state.promotions += tried
+        return begun and not hurry
+
+    def _is_worth(self, node: Node, tokens: int, depth: int) -> bool:
+        host = self.tree.host
+        if host is None or not host.is_readable(node):
+            return False
+        nbytes = tokens // self.tree.page_tokens * self.page_bytes
+        return self.rates.load_seconds(nbytes) < self.rates.prefill_seconds(tokens, depth)
+
+    def _promote(self, wish: Wish, node: Node) -> bool:
+        left = node.left
+        if not self._with_wanted_held(wish, lambda: self.tree.promote(node, use_reserve=False)):
+            return False
+        self.transfers.load(node)
+        self._count_move(node, left, promotions=1)
+        return True
+
+    def _with_wanted_held(self, wish: Wish, take: Callable[[], list[int] | None]) -> bool:
+        """Take pages, but none that another waiting request wants, unless this one is overdue."""
+        held = [] if self._is_overdue(wish) else self._wanted()
+        for node in held:
+            self.tree.lock(node)
+        pages = take()
+        for node in held:
+            self.tree.unlock(node)
+        return pages is not None
+
+    def _wanted(self) -> list[Node]:
+        """The last device node of every wish ahead."""
+        found: list[Node] = []
+        for wish in self._wishes:
+            if wish.node.dropped or wish.node.state is State.ABSENT:
+                continue
+            path = self.tree.peek(wish.node, wish.tokens, salt=wish.salt)
+            found.append([wish.node, *(node for node in path if node.pages)][-1])
+        return found
+
+    # ---- waiting
+
+    def _is_overdue(self, wish: Wish) -> bool:
+        return self._states[wish.key].overtaken >= self.patience
+
+    def _overtake(self) -> None:
+        """A request goes ahead of all that this pass has passed over."""
+        for key in self._passed_over:
+            state = self._states[key]
+            if state.counted_in != self._pass:
+                state.counted_in = self._pass
+                state.overtaken += 1
+
+    def _pass_over(self, wish: Wish, state: _Waiting) -> None:
+        self._passed_over.append(wish.key)
+        self.counters.add(wish.node.identity, passes_waited=1)
+        waits_here = state.need in (Need.ROOM, Need.COPY)
+        if self._blocker is None and self._is_overdue(wish) and waits_here:
+            self._blocker = wish.key
+
+    def _state(self, wish: Wish) -> _Waiting:
+        known = self._states.get(wish.key)
+        if known is not None:
+            return known
+        self._count_hit(wish)
+        warm = wish.node.state is State.RESIDENT
+        return _Waiting(failures_seen=self.images.failed, warm=warm)
+
+    # ---- counting
+
+    def _count_hit(self, wish: Wish) -> None:
+        node = wish.node
+        if node.state is not State.ABSENT:
+            where = "hits_device"
+        else:
+            where = "hits_host" if node.host is not None else "hits_disk"
+        tokens = {True: 0, False: 0}
+        for found in self.tree.peek(node, wish.tokens, salt=wish.salt):
+            tokens[bool(found.pages)] += len(found.key) // 8
+        known = min(tokens[True] + tokens[False], len(wish.tokens))
+        device = min(tokens[True], known)
+        self.counters.add(
+            node.identity,
+            **{where: 1},
+            tokens_device=device,
+            tokens_host=known - device,
+            tokens_computed=len(wish.tokens) - known,
+        )
+
+    def _count_move(self, node: Node, left: int, **what: int) -> None:
+        soon = left > 0 and self.tree.clock - left <= THRASH_WINDOW
+        self.counters.add(
+            node.adapter.identity, thrash=int(soon), pages_to_device=len(node.pages), **what
+        )

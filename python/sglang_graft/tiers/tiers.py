@@ -1,0 +1,114 @@
+"""Device, host and disk of one pool as the scheduler loop drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang_graft.cache import AdapterNode, State, UnifiedTree
+from sglang_graft.pool import Owner
+from sglang_graft.tiers.copies import Way
+from sglang_graft.tiers.counters import Counters
+from sglang_graft.tiers.idle import IdlePromotion
+from sglang_graft.tiers.images import Images
+from sglang_graft.tiers.prefetch import Prefetch, Wish
+from sglang_graft.tiers.store import Packed
+from sglang_graft.tiers.transfers import Transfers
+from sglang_graft.tiers.write_back import WriteBack
+
+
+@dataclass(slots=True)
+class Tiers:
+    """One object a pool. `step` once a scheduling pass, `before_forward` once a launch.
+
+    `write_back` None keeps KV off the host; `idle` None promotes nothing unasked. `pinned` names
+    the adapters that have pages for good, and wait for their bytes without any request.
+    """
+
+    tree: UnifiedTree
+    transfers: Transfers
+    images: Images
+    prefetch: Prefetch
+    counters: Counters
+    write_back: WriteBack | None
+    idle: IdlePromotion | None = None
+    pinned: Callable[[], Sequence[AdapterNode]] = tuple
+
+    def step(self, wishes: Sequence[Wish]) -> None:
+        """Note what has landed, start what the waiting requests need, then write back."""
+        self.transfers.poll()
+        self.images.poll(spare=self.prefetch.spared())
+        for node in self.pinned():
+            self._bring_pinned(node)
+        self.prefetch.consider(wishes)
+        if self.write_back is not None:
+            self.write_back.run()
+        if self.idle is not None and not wishes:
+            self.idle.run()
+
+    def before_forward(self) -> None:
+        """On the forward's queue, before each launch."""
+        self.transfers.before_forward()
+
+    def offer(self, adapter: AdapterNode, packed: Packed) -> None:
+        """A registered adapter's bytes, read by somebody else."""
+        self.images.offer(adapter, packed, spare=self.prefetch.spared())
+
+    def forget(self, adapter: AdapterNode) -> None:
+        """The adapter leaves the tree for good."""
+        self.images.forget(adapter)
+        self.counters.forget(adapter.identity)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is being read or copied."""
+        return self.transfers.idle and self.images.store.idle
+
+    def report(self) -> dict[str, Any]:
+        """Pages of the host pool by owner, what is under way, and the counters."""
+        host = self.tree.host
+        assert host is not None, "tiers need a host tier"
+        ledger = host.ledger
+        return {
+            "pages": {
+                "total": ledger.total,
+                "free": ledger.free,
+                "adapter": ledger.count(Owner.ADAPTER),
+                "kv_cached": ledger.count(Owner.KV_CACHED),
+                "in_flight": ledger.count(Owner.IN_FLIGHT),
+            },
+            "pages_loading": self.transfers.pages_under_way(Way.LOAD),
+            "pages_storing": self.transfers.pages_under_way(Way.STORE),
+            "evictions": self.tree.evicted_adapters,
+            "kv_pages_demoted": self.tree.demoted_pages,
+            "kv_pages_dropped": self.tree.dropped_pages + host.dropped_pages,
+            **self.counters.report(),
+        }
+
+    def adapter_report(self, adapter: AdapterNode) -> dict[str, int]:
+        """The same counters for one adapter, and its pages on the host."""
+        return {
+            "host_pages": len(adapter.host.pages) if adapter.host else 0,
+            "host_kv_pages": adapter.host_kv_pages,
+            "kv_pages_demoted": adapter.demoted_pages,
+            "kv_pages_dropped": adapter.dropped_pages,
+            **asdict(self.counters.of(adapter.identity)),
+        }
+
+    def _bring_pinned(self, node: AdapterNode) -> None:
+        host = self.tree.host
+        assert host is not None, "tiers need a host tier"
+        if node.state is not State.LOADING or self.transfers.has(node):
+            return
+        if node.host is None:
+            self.images.want(node, *self.prefetch.paths(node))
+        elif host.is_readable(node):
+            self.transfers.load(node)
+            self.counters.add(node.identity, loads=1, pages_to_device=len(node.pages))
+
+    def check_invariants(self) -> None:
+        """Assert the invariants of everything that moves; the tree has its own."""
+        self.transfers.check_invariants()
+        self.images.check_invariants()
+        self.counters.check_invariants()

@@ -1,0 +1,168 @@
+"""Copies under way between device and host, and what has to come after them.
+
+Fences, so that nobody ever waits on the host side:
+
+- a copy starts behind every forward launched so far: a load does not overwrite what such a forward
+  reads, a write-back reads what it wrote;
+- a loaded page is used only after `poll` saw its copy landed;
+- a device page that leaves its node while a copy has it is free at once; whoever writes it next
+  (the next forward, or a load) is put behind that copy;
+- host pages that a copy has are not given away before it has landed (`HostTier`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sglang_graft.cache import AdapterNode, Node, State, UnifiedTree
+from sglang_graft.pool import Owner
+from sglang_graft.tiers.copies import Copier, Ticket, Way
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One started copy: host page i to or from device page i, for `node`."""
+
+    way: Way
+    node: Node
+    host: list[int]
+    device: list[int]
+    ticket: Ticket
+
+
+def _alone(count: int) -> int:
+    """One rank agrees with itself."""
+    return count
+
+
+@dataclass(slots=True)
+class Transfers:
+    """Starts copies for nodes of `tree`, and tells the tree when they have landed.
+
+    Copies the same way end in the order in which they began. `agree` turns the number of ended
+    copies that this rank saw into one that all ranks saw (their minimum), so that all decide alike.
+    """
+
+    tree: UnifiedTree
+    copier: Copier
+    agree: Callable[[int], int] = _alone
+    pages_moved: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(Way, 0))
+    adapter_pages_loaded: int = 0
+    _under_way: dict[Way, deque[Copy]] = field(
+        default_factory=lambda: {way: deque() for way in Way}
+    )
+    _touching: dict[int, Copy] = field(default_factory=dict)
+    _fences: dict[int, Copy] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.tree.host is not None, "transfers need a tree with a host tier"
+        self.tree.on_freed = self._freed
+
+    def pages_under_way(self, way: Way) -> int:
+        """Pages of copies that have not landed."""
+        return sum(len(copy.device) for copy in self._under_way[way])
+
+    @property
+    def idle(self) -> bool:
+        """Whether no copy is under way."""
+        return not any(self._under_way.values())
+
+    def has(self, node: Node) -> bool:
+        """Whether a copy to or from the device pages of `node` is under way."""
+        return bool(node.pages) and node.pages[0] in self._touching
+
+    def load(self, node: Node) -> None:
+        """Start filling the IN_FLIGHT pages of `node` from its host copy."""
+        host, copy = self.tree.host, node.host
+        assert host is not None, "the tree has no host tier"
+        assert copy is not None, f"node {node.serial} has no host copy to load"
+        host.begin_read(copy.pages)
+        self._start(Way.LOAD, node, list(copy.pages), node.pages)
+
+    def store(self, node: Node) -> None:
+        """Start writing the pages of `node` into its IN_FLIGHT host copy."""
+        assert node.host is not None, f"node {node.serial} has no host pages to store into"
+        self._start(Way.STORE, node, list(node.host.pages), node.pages)
+
+    def poll(self) -> list[Copy]:
+        """Take note of landed copies and return them."""
+        landed = []
+        for way in Way:
+            queue = self._under_way[way]
+            count = 0
+            for copy in queue:
+                if not copy.ticket.done():
+                    break
+                count += 1
+            for _ in range(self.agree(count)):
+                copy = queue.popleft()
+                self._land(copy)
+                landed.append(copy)
+        return landed
+
+    def before_forward(self) -> None:
+        """Call it on the forward's queue before each launch."""
+        if self._fences:
+            self.copier.hold_forward([copy.ticket for copy in self._fences.values()])
+            # From here on every load is behind them too, because loads come after this forward.
+            self._fences.clear()
+
+    def check_invariants(self) -> None:
+        """Assert that every page in a copy belongs to it alone, or is fenced."""
+        for page, copy in self._touching.items():
+            assert copy in self._under_way[copy.way], f"page {page} is in a copy that has landed"
+            assert page in copy.device, f"page {page} is not in the copy that it is listed with"
+            owner = self.tree.ledger.owner_of(page)
+            wanted = (
+                (Owner.IN_FLIGHT,) if copy.way is Way.LOAD else (Owner.KV_CACHED, Owner.ADAPTER)
+            )
+            assert owner in wanted, f"page {page} is in a {copy.way.value}, and {owner.name}"
+        flying = self.tree.ledger.count(Owner.IN_FLIGHT)
+        loading = sum(copy.way is Way.LOAD for copy in self._touching.values())
+        # A pinned adapter may have its pages before its image is in the host pool.
+        waiting = sum(
+            len(node.pages)
+            for node in self.tree.adapters()
+            if node.state is State.LOADING and not self.has(node)
+        )
+        assert flying == loading + waiting, (
+            f"{flying} pages are in flight, loads have {loading}, {waiting} wait for an image"
+        )
+
+    def _start(self, way: Way, node: Node, host: list[int], device: list[int]) -> None:
+        assert len(host) == len(device), f"{len(host)} host pages, {len(device)} device pages"
+        after = [copy.ticket for copy in self._fences.values()]
+        pairs = list(zip(host, device, strict=True))
+        copy = Copy(way, node, host, device, self.copier.copy(way, pairs, after))
+        for page in device:
+            assert page not in self._touching, f"page {page} is in a copy already"
+            self._touching[page] = copy
+        self._under_way[way].append(copy)
+        self.pages_moved[way] += len(device)
+
+    def _freed(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            copy = self._touching.pop(page, None)
+            if copy is not None:
+                self._fences[id(copy)] = copy
+
+    def _land(self, copy: Copy) -> None:
+        host = self.tree.host
+        assert host is not None, "the tree has no host tier"
+        self._fences.pop(id(copy), None)
+        mine = [page for page in copy.device if self._touching.get(page) is copy]
+        for page in mine:
+            del self._touching[page]
+        adapter = copy.node if isinstance(copy.node, AdapterNode) else None
+        if copy.way is Way.STORE:
+            host.landed(copy.host, Owner.ADAPTER if adapter else Owner.KV_CACHED)
+            return
+        host.end_read(copy.host)
+        if adapter is None:
+            self.tree.landed(mine)
+        elif mine:
+            assert adapter.state is State.LOADING, f"{adapter.identity!r} is {adapter.state.value}"
+            self.tree.loaded(adapter)
+            self.adapter_pages_loaded += len(mine)

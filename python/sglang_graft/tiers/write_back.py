@@ -1,0 +1,76 @@
+"""Which nodes are copied to the host before they have to leave the device.
+
+Eviction never waits, so what it takes is lost unless a copy was made earlier. Copies are made in
+the order in which eviction would take their nodes, each after those above it on its path:
+
+- of the next `ahead` pages of that order always, displacing host copies that are worth less;
+- of everything else as long as the host pool has free pages.
+
+A server whose host pool is large copies all committed KV once. One whose host pool is full, or
+smaller than the device, copies only what is about to leave, and does not fill the host with what
+the device keeps anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sglang_graft.cache import Node, State, UnifiedTree
+from sglang_graft.tiers.copies import Way
+from sglang_graft.tiers.counters import Counters
+from sglang_graft.tiers.transfers import Transfers
+
+# Victims looked at in one pass; the order of eviction also holds entries that are out of date.
+LOOKED_AT = 128
+
+
+@dataclass(slots=True)
+class WriteBack:
+    """Starts write-backs, at most `under_way` pages at a time (a single larger node excepted)."""
+
+    tree: UnifiedTree
+    transfers: Transfers
+    counters: Counters
+    ahead: int
+    under_way: int = 64
+
+    def run(self) -> None:
+        """One scheduling pass."""
+        host = self.tree.host
+        assert host is not None, "write-back needs a host tier"
+        busy, seen = self.transfers.pages_under_way(Way.STORE), 0
+        if busy >= self.under_way:
+            return
+        for victim in self.tree.coldest(LOOKED_AT):
+            seen += len(victim.pages)
+            for node in _uncopied(self.tree, victim):
+                room = host.ledger.free >= len(node.pages)
+                if busy and busy + len(node.pages) > self.under_way:
+                    return
+                if not room and seen > self.ahead:
+                    return
+                if host.add(node, len(node.pages)) is None:
+                    return
+                self.transfers.store(node)
+                busy += len(node.pages)
+                self.counters.add(
+                    node.adapter.identity, write_backs=1, pages_to_host=len(node.pages)
+                )
+
+
+def _uncopied(tree: UnifiedTree, victim: Node) -> Iterator[Node]:
+    """The nodes of a path that have no host copy, top-down. A dropped adapter's stay without."""
+    adapter = victim.adapter
+    if adapter.dropped:
+        return
+    if victim is adapter:
+        if adapter.host is None and adapter.state is State.RESIDENT:
+            yield adapter
+        return
+    path: list[Node] = []
+    step: Node | None = victim
+    while step is not None and step is not adapter and step.host is None:
+        path.append(step)
+        step = step.parent
+    yield from reversed(path)

@@ -1,0 +1,55 @@
+"""Page copies between a host pool and an arena on the CPU, and the host pool itself."""
+
+import pytest
+import torch
+
+from sglang_graft.pool import Arena, PageLayout
+from sglang_graft.tiers import CpuCopier, HostPool, Way
+from sglang_graft.tiers.copies import runs
+from sglang_graft.tiers.host_pool import default_bytes, pages_for
+
+LAYOUT = PageLayout(layers=1, page_tokens=16, kv_heads=1, head_dim=8, dtype=torch.float32)
+
+
+def test_neighbouring_pages_are_one_copy() -> None:
+    assert runs([(1, 5), (2, 6), (3, 8), (4, 9), (9, 10)]) == [(1, 5, 2), (3, 8, 2), (9, 10, 1)]
+    assert runs([]) == []
+
+
+def test_pages_go_there_and_back() -> None:
+    arena, host = Arena(LAYOUT, 6, "cpu"), HostPool(4, LAYOUT.page_bytes, pin=False)
+    copier = CpuCopier(arena, host)
+    image = torch.randint(0, 256, (3, LAYOUT.page_bytes), dtype=torch.uint8)
+    host.write([4, 1, 2], image)
+    assert copier.copy(Way.LOAD, [(4, 2), (1, 3), (2, 4)], []).done()
+    for row, page in enumerate((2, 3, 4)):
+        assert torch.equal(arena.page_view(page), image[row])
+    host.buffer.zero_()
+    copier.copy(Way.STORE, [(3, 4), (4, 3)], [])
+    assert torch.equal(host.row(3), image[2])
+    assert torch.equal(host.row(4), image[1])
+    assert not arena.page_view(0).any()
+
+
+def test_the_sink_takes_part_in_no_copy() -> None:
+    copier = CpuCopier(Arena(LAYOUT, 3, "cpu"), HostPool(2, LAYOUT.page_bytes, pin=False))
+    with pytest.raises(AssertionError, match="page 0 is the sink"):
+        copier.copy(Way.LOAD, [(1, 0)], [])
+
+
+def test_the_default_size_is_a_share_of_free_memory_with_a_cap() -> None:
+    assert default_bytes(100, 10**9) == 40
+    assert default_bytes(10**9, 100) == 200
+
+
+def test_a_pool_without_a_page_is_refused_with_its_flag() -> None:
+    assert pages_for(100, 30) == 3
+    with pytest.raises(ValueError, match=r"--graft-host-memory-gb: wanted .* 30 bytes, got 29"):
+        pages_for(29, 30)
+    with pytest.raises(ValueError, match="at least 1 page"):
+        HostPool(0, 64, pin=False)
+
+
+def test_a_pool_larger_than_the_machine_is_refused_with_its_flag() -> None:
+    with pytest.raises(ValueError, match="--graft-host-memory-gb"):
+        HostPool(2**40, 2**20, pin=False)

@@ -1,0 +1,289 @@
+"""Who is let through, who waits for what and for how long, in a pool with a clock of our own."""
+
+from collections.abc import Callable
+
+import pytest
+from helpers_tiers import Request, World
+
+from sglang_graft.cache import State
+from sglang_graft.pool import Owner
+from sglang_graft.tiers import IdlePromotion
+
+
+def world_with(pages: int, host_pages: int, *sizes: int, **prefetch: int) -> World:
+    world = World(pages, host_pages, **prefetch)
+    for number, size in enumerate(sizes):
+        world.register(number, size)
+        world.settle()
+    return world
+
+
+def run(world: World, request: Request | None, passes: int = 10) -> int:
+    """Serve until the request has started; how many passes it took."""
+    assert request is not None
+    for count in range(1, passes + 1):
+        world.step()
+        world.check()
+        if request in world.running:
+            return count
+        world.copier.drain()
+    raise AssertionError(f"{request.key} has not started in {passes} passes")
+
+
+def finish_all(world: World) -> None:
+    while world.running:
+        world.finish(0)
+    world.settle()
+
+
+def test_a_cold_adapter_waits_for_its_copy_alone() -> None:
+    world = world_with(20, 20, 3)
+    cold, base = world.enqueue(0, (1, 1)), world.enqueue(None, (0,))
+    world.step()
+    assert world.running == [base], "the request behind it is not held up"
+    assert world.nodes[0].state is State.LOADING
+    world.step()
+    assert cold in world.queue, "its bytes have not landed"
+    world.copier.drain()
+    assert run(world, cold) == 1
+    world.settle()
+    world.check()
+
+
+def test_fifty_first_uses_are_one_load() -> None:
+    world = world_with(300, 20, 3)
+    requests = [world.enqueue(0, (1, 1)) for _ in range(50)]
+    for request in requests:
+        run(world, request)
+    assert world.counters.total.loads == 1
+    assert world.store.reads == 0, "its image was kept when it was registered"
+    assert world.counters.of("adapter 0").hits_host == 50
+
+
+def test_an_image_that_the_host_let_go_is_read_once_more() -> None:
+    world = world_with(40, 4, 3, 3)
+    assert world.nodes[0].host is None, "the second took its room"
+    requests = [world.enqueue(0, (1, 1)) for _ in range(5)]
+    world.step()
+    world.step()
+    assert len(world.executor.jobs) == 1
+    world.settle()
+    for request in requests:
+        run(world, request)
+    assert world.counters.of("adapter 0").disk_reads == 1
+    assert world.counters.of("adapter 0").hits_disk == 5
+
+
+@pytest.mark.parametrize("kind", ["missing", "changed"])
+def test_a_read_that_fails_ends_those_who_waited_for_it(kind: str) -> None:
+    world = world_with(20, 4, 3, 3)
+    getattr(world.disk, kind).add(0)
+    waiting, base = [world.enqueue(0, (1,)) for _ in range(3)], world.enqueue(None, (0,))
+    world.step()
+    assert base in world.running
+    world.settle()
+    world.step()
+    failed = [entry for entry in world.log if entry[0] == "failed"]
+    assert [entry[1] for entry in failed] == [r.key for r in waiting if r]
+    assert all(("gone" if kind == "missing" else "load_inplace") in entry[2] for entry in failed)
+    getattr(world.disk, kind).clear()
+    later = world.enqueue(0, (1,))
+    world.step()
+    world.settle()
+    run(world, later)
+    world.check()
+
+
+def test_a_stream_of_hot_requests_lets_the_cold_one_through() -> None:
+    patience = 3
+    world = world_with(12, 30, 5, 6, patience=patience)
+    run(world, world.enqueue(0, (0,)))
+    cold = world.enqueue(1, (1,))
+    assert cold
+    for _ in range(40):
+        for _ in range(3):
+            world.enqueue(0, (0,))  # one of them could always run at once
+        world.step()
+        world.copier.drain()
+        world.check()
+        assert world.prefetch.overtaken(cold.key) <= patience
+        if cold in world.running:
+            return
+        if len(world.running) > 1 or world.prefetch.overtaken(cold.key) == patience:
+            world.finish(0)
+    raise AssertionError("the cold request has not started")
+
+
+def test_a_pool_for_one_adapter_serves_all_in_turn() -> None:
+    world = world_with(9, 30, 5, 5, 5)
+    requests = [world.enqueue(number, (number,)) for number in (0, 1, 2, 0, 1, 2)]
+    for _ in range(60):
+        world.step()
+        world.copier.drain()
+        world.check()
+        world.finish(0)
+    assert not world.queue
+    assert not world.running
+    assert len(requests) == 6
+
+
+def test_kv_comes_back_with_its_adapter() -> None:
+    world = world_with(20, 40, 3)
+    run(world, world.enqueue(0, (1, 0, 1)))
+    finish_all(world)
+    world.tree.evict(20)
+    assert (world.nodes[0].state, world.nodes[0].host_kv_pages) == (State.ABSENT, 3)
+    again = world.enqueue(0, (1, 0, 1, 1))
+    run(world, again)
+    assert again
+    assert again.cached == 3, "three pages came from the host"
+    assert world.counters.total.promotions == 1
+    assert world.counters.of("adapter 0").tokens_host == 6
+    world.settle()
+
+
+def test_a_request_waits_for_its_kv_alone() -> None:
+    world = world_with(20, 40)
+    run(world, world.enqueue(None, (1, 0, 1)))
+    finish_all(world)
+    world.tree.evict(20)
+    waiting, other = world.enqueue(None, (1, 0, 1, 1)), world.enqueue(None, (0,))
+    world.step()
+    assert (world.queue, world.running) == ([waiting], [other])
+    world.copier.drain()
+    assert run(world, waiting) == 1
+    assert waiting
+    assert waiting.cached == 3
+
+
+def test_kv_that_is_cheaper_to_compute_stays() -> None:
+    class Slow:
+        def load_seconds(self, nbytes: int) -> float:
+            return 1.0
+
+        def prefill_seconds(self, tokens: int, depth: int) -> float:
+            return 0.5
+
+    world = world_with(20, 40)
+    world.prefetch.rates = Slow()
+    run(world, world.enqueue(None, (1, 0, 1)))
+    finish_all(world)
+    world.tree.evict(20)
+    again = world.enqueue(None, (1, 0, 1, 1))
+    assert run(world, again) == 1
+    assert again
+    assert again.cached == 0
+
+
+def test_what_another_request_waits_for_is_no_victim() -> None:
+    world = world_with(14, 30, 5, 5, 5)
+    for number in (0, 1):
+        run(world, world.enqueue(number, (number,)))
+        finish_all(world)
+    # Adapters 0 and 1 fill the pool and nobody holds them; a third would push out the older.
+    third, first = world.enqueue(2, (1,)), world.enqueue(0, (0, 1))
+    world.step()
+    assert first in world.running
+    assert third in world.queue
+    assert world.nodes[0].state is State.RESIDENT
+    assert world.nodes[1].state is State.ABSENT, "what nobody wants makes room"
+
+
+def test_the_reserve_is_never_taken() -> None:
+    world = world_with(20, 30, 5)
+    world.ledger.take(12, Owner.KV_RUNNING)
+    world.ledger.reserve = 4
+    wish = world.enqueue(0, (1,))
+    assert wish
+    world.tiers.step([wish.wish])
+    assert world.nodes[0].state is State.ABSENT
+    world.ledger.reserve = 3
+    world.tiers.step([wish.wish])
+    assert world.nodes[0].state is State.LOADING
+
+
+def test_requests_further_back_begin_no_loads() -> None:
+    world = world_with(30, 30, 3, 3, lookahead=1)
+    world.enqueue(0, (1,))
+    world.enqueue(1, (1,))
+    world.step()
+    assert world.nodes[0].state is State.LOADING
+    assert world.nodes[1].state is State.ABSENT
+
+
+@pytest.mark.parametrize("moment", ["reading", "filling", "copying", "landed"])
+def test_unload_during_a_load(moment: str) -> None:
+    world = world_with(20, 6, 3, 5)  # the second took the first one's room on the host
+    world.enqueue(0, (1,))
+    world.step()
+    steps: dict[str, Callable[[], object]] = {
+        "filling": lambda: (world.executor.advance(), world.step()),
+        "copying": lambda: (world.executor.advance(), world.step()),
+        "landed": lambda: (world.copier.drain(), world.transfers.poll()),
+    }
+    for name, act in steps.items():
+        if moment in ("reading", *list(steps)[: list(steps).index(name)]):
+            break
+        act()
+    world.unload(0)
+    world.check()
+    world.settle()
+    world.check()
+    assert world.tiers.at_rest
+    assert world.ledger.free == world.ledger.total
+    held = sum(len(node.host.pages) for node in world.tree.adapters() if node.host)
+    assert world.host.free == world.host.total - held
+
+
+def test_a_flush_during_a_load_loses_no_page() -> None:
+    world = world_with(20, 20, 3)
+    run(world, world.enqueue(0, (1, 0)))
+    world.finish(0)
+    world.step()  # a write-back begins
+    world.tree.evict(5)
+    request = world.enqueue(0, (1, 0))
+    assert request
+    world.step()
+    world.abort(0)
+    world.flush()
+    world.check()
+    assert world.ledger.free == world.ledger.total
+    world.settle()
+    world.check()
+    assert world.host.free == world.host.total - 3, "the image stays"
+
+
+def test_an_abort_during_a_load_leaves_the_load_alone() -> None:
+    world = world_with(20, 20, 3)
+    world.enqueue(0, (1,))
+    world.step()
+    world.abort(0)
+    world.settle()
+    assert world.nodes[0].state is State.RESIDENT
+    world.check()
+
+
+def test_idle_promotion_uses_free_pages_only() -> None:
+    world = world_with(14, 40, 3, 3, 3)
+    run(world, world.enqueue(0, (1, 0)))
+    finish_all(world)
+    world.tree.evict(14)
+    world.tiers.idle = IdlePromotion(world.tree, world.transfers, world.counters)
+    for _ in range(12):
+        world.step()
+        world.copier.drain()
+        world.check()
+    states = [world.nodes[number].state for number in range(3)]
+    assert states == [State.RESIDENT] * 3
+    assert world.nodes[0].kv_pages == 2, "the latest used adapter's KV came back as well"
+    assert world.tree.evicted_adapters == 1
+
+
+def test_a_load_soon_after_an_eviction_counts_as_thrash() -> None:
+    world = world_with(20, 20, 3)
+    run(world, world.enqueue(0, (1,)))
+    assert world.counters.total.thrash == 0
+    finish_all(world)
+    world.tree.evict(20)
+    run(world, world.enqueue(0, (0,)))
+    assert world.counters.of("adapter 0").thrash == 1
