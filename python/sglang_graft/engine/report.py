@@ -1,14 +1,9 @@
-"""What the pool holds, as plain numbers.
-
-Target (0.5.17): AFTER `Scheduler.get_internal_state`, whose result `/server_info` shows under
-`internal_states`. Reason: `/graft/pool` and operators read it there.
-"""
+"""What the pool holds, and what adapters are checked against, as plain numbers."""
 
 from dataclasses import asdict
 from typing import Any
 
 from sglang_graft.cache import AdapterNode, State
-from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.prefix_cache import GraftPrefixCache
 from sglang_graft.pool import Owner
 from sglang_graft.tiers import KnownAdapter
@@ -89,19 +84,6 @@ def model_report(cache: GraftPrefixCache) -> dict[str, Any]:
     }
 
 
-def add_report(result: Any, self: Any, recv_req: Any) -> Any:
-    """AFTER `get_internal_state`."""
-    result.internal_state[KEY] = pool_report(self.tree_cache)
-    result.internal_state[MODEL_KEY] = model_report(self.tree_cache)
-    return result
-
-
-HOOKS = (
-    Hook(
-        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-        kind="after",
-        function=add_report,
-        parameters=("self", "recv_req"),
-        reason="the pool report, and what adapters are checked against",
-    ),
-)
+def reports(cache: GraftPrefixCache) -> dict[str, Any]:
+    """Both reports under their keys."""
+    return {KEY: pool_report(cache), MODEL_KEY: model_report(cache)}

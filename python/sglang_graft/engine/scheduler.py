@@ -13,13 +13,13 @@ from sglang_graft.engine import (
     allocator,
     background_load,
     bind,
+    control,
     graphs,
     kv_pool,
     lora_backend,
     lora_manager,
     page_table,
     prefix_cache,
-    report,
     turns,
     waiting,
 )
@@ -39,7 +39,7 @@ HOOKS = (
     *admission.HOOKS,
     *turns.HOOKS,
     *waiting.HOOKS,
-    *report.HOOKS,
+    *control.HOOKS,
 )
 
 

@@ -7,7 +7,7 @@ exists then and has not started to serve.
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, HTTPException, Request
+from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -15,6 +15,7 @@ from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.serving import names
+from sglang_graft.serving.control import ask
 from sglang_graft.serving.guard import ModelGuard
 from sglang_graft.serving.load_input import LoadInput
 from sglang_graft.serving.registry import in_flight
@@ -29,12 +30,7 @@ async def pool() -> dict[str, Any]:
     """The pool report of the scheduler: pages by owner, and every adapter."""
     from sglang.srt.entrypoints import http_server
 
-    states = await http_server._global_state.tokenizer_manager.get_internal_state()
-    report = states[0].get("graft")
-    if report is None:
-        raise HTTPException(status_code=503, detail="the scheduler sent no Graft report")
-    assert isinstance(report, dict), f"the report is a {type(report).__name__}"
-    return report
+    return await ask(http_server._global_state.tokenizer_manager, "pool")
 
 
 @router.get("/requests")
