@@ -41,7 +41,7 @@ def answer(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
         return result
     operation, arguments = json.loads(rid.removeprefix(PREFIX))
     try:
-        state = {REPLY: OPERATIONS[operation](self, arguments)}
+        state: dict[str, Any] = {REPLY: OPERATIONS[operation](self, arguments)}
     except ValueError as error:
         state = {ERROR: str(error)}
     return GetInternalStateReqOutput(internal_state=state)
