@@ -37,6 +37,7 @@ from sglang_graft.tiers import (
     WriteBack,
 )
 
+PAGE_BYTES = 1024
 PAGE_TOKENS = 2
 Tag = tuple[Any, ...]
 Run = tuple[int, ...]
@@ -231,7 +232,7 @@ class World:
             images=self.images,
             counters=self.counters,
             rates=FixedRates(),
-            page_bytes=1024,
+            page_bytes=PAGE_BYTES,
             paths=lambda node: (str(node.identity), Path(str(node.identity).split()[-1])),
             **prefetch,
         )
@@ -336,6 +337,7 @@ class World:
         if pages is None:
             self.tree.unlock(found.node)
             return False
+        self.tree.use(found.node)
         self.queue.remove(request)
         self.running.append(request)
         request.node, request.cached, request.own = found.node, len(found.pages), pages
@@ -432,6 +434,17 @@ class World:
         self.copier.drain()
         self.transfers.poll()
         self.check_bytes()
+
+    def rest(self) -> None:
+        """While nothing else happens, copies come to an end."""
+        if self.queue:
+            return
+        passes = 0
+        while passes == 0 or not self.transfers.idle:
+            self.copier.drain()
+            self.tiers.step([])
+            passes += 1
+            assert passes < 50, "write-back makes copies without end"
 
     def check_bytes(self) -> None:
         """With no copy under way, every page of every node holds what the node says."""

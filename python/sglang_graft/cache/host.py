@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from sglang_graft.cache.node import AdapterNode, Entry, HostCopy, Node
 from sglang_graft.cache.policy import EvictionPolicy
@@ -64,7 +64,7 @@ class HostTier:
         """Take `pages` host pages for a copy of `node`, which has none: owner IN_FLIGHT.
 
         Evicts what is worth less (with `force` whatever can go); nodes whose serials are in `spare`
-        stay. None: no room now; copies may have left all the same.
+        stay. None, with nothing changed: no room now.
         """
         assert node.host is None, f"node {node.serial} has a host copy already"
         parent = node.parent
@@ -152,6 +152,16 @@ class HostTier:
             if node.is_host_victim():
                 self._push(node)
 
+    def reshaped(self, node: Node) -> None:
+        """The node lost a part: a value that fell needs a new entry, a risen one is found late."""
+        copy = node.host
+        if copy is None or copy.entry is None:
+            return
+        if self._policy.host_value(node) < copy.entry[0]:
+            self._forget(copy)
+            if node.is_host_victim():
+                self._push(node)
+
     def reprice(self) -> None:
         """Take every value anew. O(n)."""
         nodes = [entry[3] for entry in self._live()]
@@ -164,18 +174,32 @@ class HostTier:
     # ---- eviction
 
     def _make_room(self, node: Node, missing: int, force: bool, spare: Collection[int]) -> bool:
+        """Free `missing` pages, or nothing at all: what is dropped for nothing is copied again."""
         worth = -math.inf if force else self._policy.host_value(node)
         # The copy above on the path has nothing below it yet, and must not make room for it.
         kept = {*spare, node.serial, node.parent.serial if node.parent else node.serial}
-        freed = self._drop_twice(self._kv_twice, missing, worth, kept)
-        freed += self._drop_only(missing - freed, math.inf if force else worth, kept)
+        twice = self._choose_twice(self._kv_twice, missing, worth, kept)
+        missing -= _pages_of(twice)
+        only, passed = self._choose_only(missing, math.inf if force else worth, kept)
+        missing -= _pages_of(only)
         if force:
-            freed += self._drop_twice(self._images_twice, missing - freed, worth, kept)
-        return freed >= missing
+            images = self._choose_twice(self._images_twice, missing, worth, kept)
+            missing -= _pages_of(images)
+            twice += images
+        if missing <= 0:
+            for victim in twice:
+                self.release(victim)
+            for victim in only:
+                self._drop(victim)
+        for other in passed:
+            if other.is_host_victim():
+                self._push(other)
+        return missing <= 0
 
-    def _drop_twice(
+    def _choose_twice(
         self, twice: dict[int, Node], wanted: int, worth: float, kept: Collection[int]
-    ) -> int:
+    ) -> list[Node]:
+        """Copies to drop of what is on the device too, the latest used first."""
         freed, chosen = 0, []
         for node in itertools.islice(reversed(twice.values()), _LOOKED_AT):
             if freed >= wanted:
@@ -186,10 +210,8 @@ class HostTier:
                 and self._is_end(node)
             ):
                 chosen.append(node)
-                freed += len(node.host.pages if node.host else ())
-        for node in chosen:
-            self.release(node)
-        return freed
+                freed += _pages_of([node])
+        return chosen
 
     def _is_end(self, node: Node) -> bool:
         """Whether its copy is in nobody's use and no child's copy continues it."""
@@ -197,22 +219,37 @@ class HostTier:
             return False
         return node is node.adapter or not any(child.host for child in node.children.values())
 
-    def _drop_only(self, wanted: int, worth: float, kept: Collection[int]) -> int:
-        freed, aside = 0, []
+    def _choose_only(
+        self, wanted: int, worth: float, kept: Collection[int]
+    ) -> tuple[list[Node], list[Node]]:
+        """Only copies to drop, the least valuable leaf first, each after what is below it.
+
+        Also returns every node that was taken out of the order on the way.
+        """
+        freed, chosen, taken = 0, [], []
+        ready: list[tuple[float, int, Node]] = []
+        left: dict[int, int] = {}  # children of a parent that would remain
+        ahead: Node | None = None  # the last one taken out of the order; all in it come later
         while freed < wanted:
-            node = self._pop()
-            if node is None:
+            if ahead is None and (ahead := self._pop()) is not None:
+                taken.append(ahead)
+                heapq.heappush(ready, (self._policy.host_value(ahead), ahead.serial, ahead))
+            if not ready or ready[0][0] >= worth:
                 break
-            if self._policy.host_value(node) >= worth:
-                aside.append(node)
-                break
+            node = heapq.heappop(ready)[2]
+            if node is ahead:
+                ahead = None
             if not self._is_idle(node) or node.serial in kept:
-                aside.append(node)
                 continue
-            freed += self._drop(node)
-        for node in aside:
-            self._push(node)
-        return freed
+            chosen.append(node)
+            freed += _pages_of([node])
+            parent = node.parent
+            if parent is None or parent.host is None or parent.pages:
+                continue
+            left[parent.serial] = left.get(parent.serial, len(parent.children)) - 1
+            if not left[parent.serial]:
+                heapq.heappush(ready, (self._policy.host_value(parent), parent.serial, parent))
+        return chosen, taken
 
     def _drop(self, node: Node) -> int:
         """Forget a leaf that is on the host alone; an adapter stays known, without its image."""
@@ -277,3 +314,8 @@ class HostTier:
     def _count(self, node: Node, pages: int) -> None:
         if node is not node.adapter:
             node.adapter.host_kv_pages += pages
+
+
+def _pages_of(nodes: Sequence[Node]) -> int:
+    """Host pages of nodes that have a copy."""
+    return sum(len(node.host.pages) for node in nodes if node.host is not None)

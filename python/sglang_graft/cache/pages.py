@@ -326,6 +326,8 @@ class TreePages:
         upper = split(lower, self._next_serial(), size, self._page_bytes)
         self._settle(upper)
         self._victims.reshaped(lower)
+        if self.host is not None:
+            self.host.reshaped(lower)
         return upper
 
     def _settle(self, node: Node) -> None:

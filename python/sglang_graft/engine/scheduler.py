@@ -14,6 +14,7 @@ from sglang_graft.engine import (
     background_load,
     bind,
     control,
+    flush,
     graphs,
     kv_pool,
     lora_backend,
@@ -40,6 +41,7 @@ HOOKS = (
     *turns.HOOKS,
     *waiting.HOOKS,
     *control.HOOKS,
+    *flush.HOOKS,
 )
 
 

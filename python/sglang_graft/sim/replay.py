@@ -225,7 +225,17 @@ class Replay:
     ) -> None:
         """Pages for the whole request; the prompt goes to the tree as after a prefill."""
         demand, tree = self.trace.demands[index], self.tree
-        size = tree.page_tokens
+        size, space = tree.page_tokens, self._space(adapter)
+        aligned = demand.prompt // size * size
+        path = self._landed(space, tokens[:aligned])
+        if sum(len(node.key) for node in path) // TOKEN_BYTES > known:
+            # The page of the last token is computed again, and another one with it is there: in the
+            # schedule both are one page.
+            known = aligned
+            whole = tree.match(space, tokens[:aligned]).node
+            tree.lock(whole)
+            tree.unlock(held)
+            held = whole
         pages: list[int] = []
         for wanted in self._chunks(demand.pages - known // size):
             tree.evict(wanted - self.ledger.free)
@@ -233,9 +243,8 @@ class Replay:
             assert taken is not None, f"no room for request {index}: the schedule is wrong"
             pages += taken
             self.tiers.step(wanted)
-        aligned = demand.prompt // size * size
         handed = (aligned - known) // size
-        done = tree.insert(self._space(adapter), tokens[:aligned], pages[:handed], start=known)
+        done = tree.insert(space, tokens[:aligned], pages[:handed], start=known)
         tree.lock(done.node)
         tree.unlock(held)
         self._running[index] = _Running(done.node, adapter, tokens, aligned, pages[handed:])

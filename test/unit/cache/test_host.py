@@ -290,3 +290,45 @@ def test_reprice_renews_both_orders(pool: Pool) -> None:
     pool.copy(pool.put("z"))
     assert first.host
     assert second.host is None
+
+
+def test_room_that_is_not_enough_costs_nobody_a_copy(pool: Pool) -> None:
+    filler = pool.image("filler", 7)
+    pool.tree.load(filler)
+    pool.tree.loaded(filler)
+    older, newer = pool.put("abcdefgh"), pool.put("xy")
+    pool.copy(newer)
+    assert not pool.copy(older)
+    assert newer.host, "three pages would not have been enough for eight"
+    assert pool.host_ledger.free == 1
+    pool.check()
+
+
+def test_a_chain_of_only_copies_leaves_from_its_end_for_an_image(pool: Pool) -> None:
+    upper, lower = pool.put("ab"), pool.put("abcd")
+    other = pool.put("xyz")
+    for node in (upper, lower, other):
+        pool.copy(node)
+    pool.tree.evict(7)
+    pool.image("a", 7)
+    assert (upper.host, lower.host) == (None, None)
+    assert other.host
+    assert pool.tree.peek(pool.tree.base, pool.tokens("abcd")) == []
+    pool.check()
+
+
+class BySize(Lru):
+    """Large nodes are worth more."""
+
+    def value(self, node: Node) -> float:
+        return len(node.key)
+
+
+def test_a_value_that_falls_by_a_split_is_seen_on_the_host() -> None:
+    pool = Pool()
+    pool.tree.policy = pool.tree._victims._policy = pool.host._policy = BySize()
+    pool.copy(pool.put("abcd"))
+    pool.tree.evict(4)
+    pool.cached("abx")
+    pool.check()
+    assert len(pool.tree.peek(pool.tree.base, pool.tokens("abcd"))) == 2

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conftest import OPTIONS, asked, tiny
+from helpers_sim import OPTIONS, asked, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,9 +1,9 @@
-"""Replays of traces that are small enough to be worked out by hand (figures in conftest)."""
+"""Replays of traces that are small enough to be worked out by hand (figures in helpers_sim)."""
 
 from dataclasses import replace
 
 import pytest
-from conftest import OPTIONS, RATES, asked, tiny
+from helpers_sim import OPTIONS, RATES, asked, tiny
 
 from sglang_graft.sim.compare import Bench, Options, bench, compare
 from sglang_graft.sim.replay import Replay

@@ -7,10 +7,12 @@ time, in an order that hypothesis chooses.
 
 from collections.abc import Callable
 
-from helpers_tiers import World
+from helpers_tiers import PAGE_BYTES, PAGE_TOKENS, World
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from sglang_graft.cache import Prices, make_policy, policy_names
 
 RUNS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
 NUMBERS = st.integers(0, 4)
@@ -26,10 +28,20 @@ class TierMachine(RuleBasedStateMachine):
         host_pages=st.integers(5, 60),
         patience=st.integers(0, 3),
         lookahead=st.integers(1, 5),
+        policy=st.sampled_from(policy_names()),
     )
-    def start(self, pages: int, host_pages: int, patience: int, lookahead: int) -> None:
+    def start(
+        self, pages: int, host_pages: int, patience: int, lookahead: int, policy: str
+    ) -> None:
         self.worlds = [
-            World(pages, host_pages, patience=patience, lookahead=lookahead) for _ in range(2)
+            World(
+                pages,
+                host_pages,
+                make_policy(policy, Prices(PAGE_BYTES, PAGE_TOKENS, host_tier=True)),
+                patience=patience,
+                lookahead=lookahead,
+            )
+            for _ in range(2)
         ]
         for number in range(3):
             self.each(lambda world, number=number: world.register(number, 2 + number))
@@ -120,6 +132,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         self.each(lambda world: world.settle())
+        self.each(lambda world: world.rest())
 
     @invariant()
     def consistent(self) -> None:

@@ -1,9 +1,5 @@
 """Tiny traces: 2 tokens a page, 8 bytes a page, adapters of one page a rank, whole seconds."""
 
-from collections.abc import Callable
-
-import pytest
-
 from sglang_graft.cache import Rates
 from sglang_graft.sim.compare import Options
 from sglang_graft.sim.sizes import Sizes
@@ -28,8 +24,3 @@ def asked(adapter: int, at: float, *keys: int, output: int, length: int = 4) -> 
     """A prompt of `length` tokens a key, and 2 tokens out."""
     prompt = tuple(Segment(key, length) for key in keys)
     return Request(adapter, prompt, Segment(output, 2, generated=True), arrival_s=at)
-
-
-@pytest.fixture
-def make_trace() -> Callable[..., Trace]:
-    return tiny
