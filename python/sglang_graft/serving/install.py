@@ -4,10 +4,12 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_graft.engine.hooks import register, verify
 from sglang_graft.serving import (
+    chat_templates,
     load,
     load_paths,
     names,
     registry,
+    reply,
     request_checks,
     route_table,
     routes,
@@ -17,6 +19,8 @@ from sglang_graft.serving import (
 HOOKS = (
     *registry.HOOKS,
     *names.HOOKS,
+    *chat_templates.HOOKS,
+    *reply.HOOKS,
     *request_checks.HOOKS,
     *route_table.HOOKS,
     *routes.HOOKS,
