@@ -34,13 +34,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from sglang_graft.adapters import AdapterError
 from sglang_graft.adapters.chat_template import DEFAULT, KEY, read_chat_template
 from sglang_graft.engine.hooks import Hook
+from sglang_graft.serving import bad_input
 
 TOOL_USE = "tool_use"
 """The name of the template that transformers takes when a request has tools."""
 
 _COMPILE_ERRORS = (jinja2.TemplateError, ArithmeticError, RecursionError, SyntaxError, MemoryError)
-# What a template that does not expect these messages runs into; SGLang makes 400 of two others.
-_RENDER_ERRORS = (ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -155,12 +154,7 @@ def process_messages(
         assert used.template is not None
         request.chat_template_kwargs = given | {KEY: used.template.text}
     try:
-        return original(self, request, is_multimodal)
-    except _RENDER_ERRORS as error:
-        kind = type(error).__name__
-        raise ValueError(
-            f"messages: the chat template cannot render them: {kind}: {error}"
-        ) from error
+        return bad_input.reading(original, self, request, is_multimodal)
     finally:
         if ours:
             # It may run again, for another registration.

@@ -5,8 +5,9 @@ answered by the base model.
 """
 
 from dataclasses import dataclass, field
+from typing import Any, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ModelWrapValidatorHandler, model_validator
 from sglang.srt.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
@@ -19,10 +20,21 @@ from sglang.srt.entrypoints.openai.protocol import (
 )
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
+from sglang_graft.serving.tokenized_checks import BODY_ERRORS
+
 
 class _Named(BaseModel):
     lora_name: str | None = None
     """The adapter, as gateways made for vLLM send it."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _whole(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """SGLang's own validators take any JSON for an object, and fail with 500."""
+        try:
+            return handler(values)
+        except BODY_ERRORS as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 class _Pathed(_Named):

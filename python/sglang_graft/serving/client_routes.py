@@ -7,15 +7,17 @@ not looked at is answered by the base model, and a stream on /generate has begun
 up names, so that a wrong one is only its last event.
 """
 
+import dataclasses
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import Body, Depends, HTTPException, Request
+from pydantic import TypeAdapter, ValidationError
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import VertexGenerateReqInput
 
-from sglang_graft.serving import chat_templates, names
+from sglang_graft.serving import bad_input, chat_templates, names
 from sglang_graft.serving.adapter_store import base_names, on_demand
 from sglang_graft.serving.choice import ConflictError, Named, agreed, names_of, only
 from sglang_graft.serving.client_bodies import (
@@ -140,12 +142,20 @@ async def embeddings(request: EmbeddingBody, raw_request: Request) -> Any:
 
 async def messages(request: MessagesBody, raw_request: Request) -> Any:
     """Anthropic's messages."""
-    return await _chat(request, lambda: http_server.anthropic_v1_messages(request, raw_request))
+    return await _anthropic(request, raw_request, http_server.anthropic_v1_messages)
 
 
 async def count_tokens(request: CountBody, raw_request: Request) -> Any:
     """Anthropic's token counts."""
-    return await _chat(request, lambda: http_server.anthropic_v1_count_tokens(request, raw_request))
+    return await _anthropic(request, raw_request, http_server.anthropic_v1_count_tokens)
+
+
+async def _anthropic(body: Any, raw_request: Request, handler: Callable[..., Any]) -> Any:
+    try:
+        with bad_input.body_errors():
+            return await _chat(body, lambda: handler(body, raw_request))
+    except bad_input.BodyError as error:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
 
 
 async def tokenize(request: TokenizeBody, raw_request: Request) -> Any:
@@ -158,11 +168,23 @@ async def vertex(
 ) -> Any:
     """Vertex AI: /generate whose fields but the inputs lie in `parameters`."""
     parameters = dict(vertex_req.parameters or {})
+    unknown = sorted(parameters.keys() - _VERTEX_FIELDS)
+    if unknown:
+        message = f"parameters: no field is named {', '.join(unknown)}"
+        raise HTTPException(HTTPStatus.BAD_REQUEST, message)
+    try:
+        _GENERATE.validate_python(parameters)  # SGLang takes any type here
+    except ValidationError as error:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, f"parameters: {error}") from None
     fields = {key: parameters.pop(key, None) for key in ("model", "lora_path", "lora_name")}
     vertex_req.parameters = parameters | {"lora_path": await select(_manager(), **fields)}
     return await http_server.vertex_generate(vertex_req, raw_request)
 
 
+_GENERATE: TypeAdapter[Any] = TypeAdapter(GenerateBody)
+# The inputs come from the instances.
+_VERTEX_FIELDS = {f.name for f in dataclasses.fields(GenerateBody)}
+_VERTEX_FIELDS -= {"text", "input_ids", "input_embeds", "image_data"}
 _JSON = [Depends(http_server.validate_json_request)]
 
 # Path -> handler, and what SGLang's own route depends on.

@@ -72,7 +72,13 @@ def add_routes(
     """BEFORE `_setup_and_run_http_server`. ValueError for adapters that nobody could use."""
     from sglang.srt.entrypoints import http_server
 
-    from sglang_graft.serving import chat_templates, client_routes, listing, vllm_routes
+    from sglang_graft.serving import (
+        bad_input,
+        chat_templates,
+        client_routes,
+        listing,
+        vllm_routes,
+    )
     from sglang_graft.serving.guard import ModelGuard
 
     base = {server_args.served_model_name, server_args.model_path}
@@ -88,6 +94,7 @@ def add_routes(
     http_server.app.include_router(router)
     http_server.app.include_router(vllm_routes.router)
     listing.add_to(http_server.app)
+    http_server.app.add_middleware(bad_input.BodyErrors)
     http_server.app.add_middleware(
         ModelGuard, manager=lambda: http_server._global_state.tokenizer_manager
     )
