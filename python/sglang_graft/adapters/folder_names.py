@@ -42,7 +42,21 @@ def given_problem(name: str, reserved: Collection[str] = ()) -> str | None:
     return None
 
 
+def without_base(model: str, base_names: Collection[str]) -> str:
+    """What a `model` field names: `NAME` of `BASE:NAME`, and the whole field of any other.
+
+    BASE is one of the base model's own names, not just any text before a colon: `x:y` would
+    otherwise be answered by `y` as soon as an adapter `x:y` is unloaded.
+    """
+    for base in sorted({*base_names, *ANY_MODEL}, key=len, reverse=True):
+        if model.startswith(f"{base}:"):
+            return model[len(base) + 1 :].strip()
+    return model
+
+
 def _taken(name: str, reserved: Collection[str]) -> str | None:
     if name in reserved or name in ANY_MODEL:
         return f"requests that name {name!r} mean the base model"
+    if (rest := without_base(name, reserved)) != name:
+        return f"requests that name {name!r} mean an adapter {rest!r} of the base model"
     return None

@@ -9,13 +9,14 @@ import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from sglang_graft.adapters.chat_template import TEMPLATE_NAME, TOKENIZER_NAME
 from sglang_graft.adapters.config import CONFIG_NAME
 from sglang_graft.adapters.errors import AdapterError
 from sglang_graft.adapters.torch_file import BIN_NAME
 from sglang_graft.adapters.vocabulary import TOKENS_NAME
 from sglang_graft.adapters.weights import WEIGHTS_NAME
 
-READ_FILES = (CONFIG_NAME, WEIGHTS_NAME, BIN_NAME, TOKENS_NAME)
+READ_FILES = (CONFIG_NAME, WEIGHTS_NAME, BIN_NAME, TOKENS_NAME, TEMPLATE_NAME, TOKENIZER_NAME)
 """Every file of an adapter folder that is ever opened."""
 
 Signature = tuple[tuple[str, int, int, int, int, int], ...]

@@ -77,6 +77,14 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Operators run in their plain torch form."""
         return "native"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """What /start_profile records. Without it that route ends the scheduler."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        """The same, as torch names it."""
+        return torch.profiler.ProfilerActivity.CPU
+
     def is_pin_memory_available(self, device: Any = None) -> bool:
         """No device copies from host memory here."""
         return False

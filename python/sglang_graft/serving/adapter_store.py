@@ -12,6 +12,7 @@ from sglang_graft.adapters import AdapterError, LinearSpec, ModelSpec
 from sglang_graft.adapters.headers import Limits, check_headers
 from sglang_graft.adapters.location import check_size
 from sglang_graft.engine.report import MODEL_KEY
+from sglang_graft.serving import chat_templates
 from sglang_graft.serving.load_input import LoadInput
 from sglang_graft.serving.on_demand import OnDemand
 
@@ -102,6 +103,7 @@ def _problem(path: Path, spec: ModelSpec, limits: Limits, max_bytes: int) -> str
     try:
         check_size(path, max_bytes)
         check_headers(path, spec, limits)
+        chat_templates.read(path)
     except AdapterError as error:
         return f"{error.file.name}: {error.item}: {error.reason}"
     return None

@@ -1,34 +1,34 @@
 """Routes whose handlers never look for an adapter, or fail on one that is not there.
 
-Seam (0.5.17): the FastAPI application. Reason: SGLang answers `/v1/responses`, `/v1/score`,
-`/v1/rerank` and the Ollama routes with the base model whatever adapter `model` names, and turns our
-404 on `/v1/messages` into 500. No name may be answered by another model, so look before they do.
+Seam (0.5.17): the FastAPI application. Reason: SGLang answers `/v1/responses`, `/v1/classify`,
+`/v1/score`, `/v1/rerank` and the Ollama routes with the base model whatever adapter a request
+names. No name may be answered by another model, so look before they do.
 """
 
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from fastapi import HTTPException
 from starlette.responses import JSONResponse
 
-from sglang_graft.serving import names
-from sglang_graft.serving.adapter_store import base_names, on_demand
-from sglang_graft.serving.on_demand import RefusedError
+from sglang_graft.serving.choice import names_of
+from sglang_graft.serving.client_routes import select
 from sglang_graft.serving.route_table import OLLAMA_CHAT, OLLAMA_GENERATE
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-# Route -> whether SGLang serves adapters on it.
-ROUTES = {
-    "/v1/messages": True,
-    "/v1/responses": False,
-    "/v1/score": False,
-    "/v1/rerank": False,
-    OLLAMA_CHAT: False,
-    OLLAMA_GENERATE: False,
-}
+ROUTES = (
+    "/v1/responses",
+    "/v1/classify",
+    "/v1/score",
+    "/v1/rerank",
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+)
+_FIELDS = ("model", "lora_path", "lora_name")
 
 
 class ModelGuard:
@@ -40,7 +40,8 @@ class ModelGuard:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Let everything else pass untouched."""
-        if scope["type"] != "http" or scope["path"] not in ROUTES or scope["method"] != "POST":
+        is_ours = scope["type"] == "http" and scope["path"] in ROUTES
+        if not is_ours or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
             return
         body = await _read(receive)
@@ -58,29 +59,19 @@ class ModelGuard:
     async def refusal(self, path: str, body: bytes) -> JSONResponse | None:
         """The answer to a request that must not reach its handler."""
         try:
-            model = json.loads(body).get("model")
-        except (ValueError, AttributeError):
+            given = json.loads(body)
+            fields = {key: given[key] for key in _FIELDS if isinstance(given.get(key), str)}
+        except (ValueError, AttributeError, RecursionError):
             return None  # not a JSON object: the handler says so
-        if not isinstance(model, str):
-            return None
         manager = self.manager()
-        loaded, base = manager.lora_ref_cache, manager.served_model_name
         try:
-            adapter = names.adapter_of_model(model, loaded, base_names(manager))
-        except KeyError:
-            folders = on_demand(manager)
-            adapter = folders.candidate(model)
-            if adapter is None or not await folders.exists(adapter):
-                return _error(404, names.unknown(model, loaded, base))
-        if adapter is None:
+            chosen = await select(manager, **({"model": None} | fields))
+        except HTTPException as error:
+            return _error(error.status_code, error.detail)
+        if not names_of(chosen):
             return None
-        if not ROUTES[path]:
-            return _error(400, f"{path} serves no adapters yet, wanted the base model {base!r}")
-        try:
-            async with on_demand(manager).hold([adapter]):
-                return None  # and if it is unloaded right now, the handler finds the next one
-        except RefusedError as error:
-            return _error(error.status_code, str(error))
+        base = manager.served_model_name
+        return _error(400, f"{path} serves no adapters yet, wanted the base model {base!r}")
 
 
 def _error(status: int, message: str) -> JSONResponse:

@@ -4,20 +4,30 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_graft.engine.hooks import register, verify
 from sglang_graft.serving import (
+    bad_input,
+    chat_templates,
     load,
     load_paths,
     names,
+    ollama,
     registry,
+    reply,
     request_checks,
     route_table,
     routes,
+    tokenized_checks,
     unload,
 )
 
 HOOKS = (
     *registry.HOOKS,
     *names.HOOKS,
+    *chat_templates.HOOKS,
+    *reply.HOOKS,
     *request_checks.HOOKS,
+    *tokenized_checks.HOOKS,
+    *bad_input.HOOKS,
+    *ollama.HOOKS,
     *route_table.HOOKS,
     *routes.HOOKS,
     *load.HOOKS,

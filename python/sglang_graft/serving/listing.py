@@ -6,16 +6,24 @@ knows no adapter by name.
 
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ModelCard
 
+from sglang_graft.serving import names
 from sglang_graft.serving.adapter_store import on_demand
 
 
 async def models() -> Any:
-    """The base model, loaded adapters, and folders that a request could load."""
+    """The base model, loaded adapters, and folders that a request could load.
+
+    `root` is where the weights lie, and `parent` the base model of an adapter, as vLLM has them.
+    """
     manager: Any = http_server.get_global_state().tokenizer_manager
     listing = await http_server.available_models()
+    for card in listing.data:
+        if card.parent is None:
+            card.root = manager.server_args.model_path
     for folder in await on_demand(manager).listed():
         listing.data.append(_card(folder.name, str(folder.path), manager))
     return listing
@@ -30,7 +38,13 @@ async def model(model: str) -> Any:
     for folder in await on_demand(manager).listed():
         if folder.name == model:
             return _card(model, str(folder.path), manager)
-    return await http_server.retrieve_model(model)
+    card = await http_server.retrieve_model(model)
+    if isinstance(card, ModelCard):
+        card.root = manager.server_args.model_path
+        return card
+    message = names.unknown(model, manager.lora_ref_cache, manager.served_model_name)
+    error = {"message": message, "type": "invalid_request_error", "param": "model"}
+    return JSONResponse({"error": error | {"code": "model_not_found"}}, status_code=404)
 
 
 def _card(name: str, root: str, manager: Any) -> ModelCard:

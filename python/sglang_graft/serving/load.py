@@ -16,9 +16,10 @@ from typing import Any
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, LoRAUpdateOutput
 
+from sglang_graft.adapters import AdapterError
 from sglang_graft.engine.freed import Freed
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.serving import load_paths, names, unload
+from sglang_graft.serving import chat_templates, load_paths, names, unload
 
 
 async def load(
@@ -40,18 +41,35 @@ async def _load(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any)
     if (reason := names.reserved(name, base)) is not None:
         return LoRAUpdateOutput(success=False, error_message=reason)
     plain = LoadLoRAAdapterReqInput(lora_name=name, lora_path=obj.lora_path, pinned=obj.pinned)
-    async with manager.lora_registry.load_lock:
-        if manager.lora_registry.ref(name) is None:
-            result = await original(manager, plain, None)
-            return unload.with_freed(result, Freed(0, 0, 0), 0) if result.success else result
-        if not getattr(obj, "load_inplace", False):
-            return LoRAUpdateOutput(
-                success=False,
-                error_message=f"adapter {name} is already loaded; unload it first, or load it with"
-                ' "load_inplace": true to replace it',
-            )
-        async with manager.lora_update_lock:
-            return await _replace(manager, plain)
+    registry = manager.lora_registry
+    async with registry.load_lock:
+        if registry.ref(name) is not None and not getattr(obj, "load_inplace", False):
+            return LoRAUpdateOutput(success=False, error_message=already_loaded(name))
+        try:
+            registry.next_templates[name] = await chat_templates.read_in_thread(obj.lora_path)
+            return await _load_or_replace(original, manager, plain)
+        except AdapterError as error:
+            return LoRAUpdateOutput(success=False, error_message=str(error))
+        finally:
+            registry.next_templates.pop(name, None)
+
+
+def already_loaded(name: str) -> str:
+    """The message for a name that is taken."""
+    return (
+        f"adapter {name} is already loaded; unload it first, or load it with"
+        ' "load_inplace": true to replace it'
+    )
+
+
+async def _load_or_replace(
+    original: Callable[..., Awaitable[Any]], manager: Any, plain: LoadLoRAAdapterReqInput
+) -> Any:
+    if manager.lora_registry.ref(plain.lora_name) is None:
+        result = await original(manager, plain, None)
+        return unload.with_freed(result, Freed(0, 0, 0), 0) if result.success else result
+    async with manager.lora_update_lock:
+        return await _replace(manager, plain)
 
 
 async def _replace(manager: Any, obj: LoadLoRAAdapterReqInput) -> Any:

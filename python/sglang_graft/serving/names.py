@@ -13,9 +13,11 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from sglang_graft.adapters.folder_names import ANY_MODEL
+from sglang_graft.adapters.folder_names import ANY_MODEL, without_base
 from sglang_graft.engine.hooks import Hook
+from sglang_graft.serving import chat_templates
 from sglang_graft.serving.adapter_store import base_names, on_demand
+from sglang_graft.serving.choice import agreed
 from sglang_graft.serving.on_demand import RefusedError
 
 _over_http: list[bool] = []
@@ -45,7 +47,17 @@ def reserved(name: str, base_names: Collection[str]) -> str | None:
     """Why an adapter may not have this name: requests for it would mean the base model."""
     if name in ANY_MODEL or name in base_names:
         return f"adapter name {name!r}: requests with it mean the base model; choose another name"
+    if (rest := without_base(name, base_names)) != name:
+        return (
+            f"adapter name {name!r}: requests with it mean an adapter {rest!r} of the base model;"
+            " choose another name"
+        )
     return None
+
+
+def names_base(model: str, base_names: Collection[str]) -> bool:
+    """Whether a `model` field names the base model."""
+    return model in base_names or model in ANY_MODEL
 
 
 def adapter_of_model(
@@ -53,23 +65,22 @@ def adapter_of_model(
 ) -> str | None:
     """The adapter that an OpenAI `model` field names, None for the base model.
 
-    A whole name wins over `base:adapter`, so names with a colon stay reachable. KeyError when it
-    names nothing.
+    That is its whole name, or `BASE:NAME` with one of the base model's own names before it; no
+    adapter may have a name of that form. KeyError when it names nothing.
     """
     if model in loaded:
         return model
-    if model in base_names or model in ANY_MODEL:
+    if names_base(model, base_names):
         return None
-    _, colon, adapter = model.partition(":")
-    if colon and adapter.strip() in loaded:
-        return adapter.strip()
+    if (adapter := without_base(model, base_names)) in loaded:
+        return adapter
     raise KeyError(model)
 
 
 def resolve_openai(
     original: Callable[..., Any], self: Any, request_model: str, explicit_lora_path: Any
 ) -> Any:
-    """AROUND `_resolve_lora_path`: the `model` field decides, then `lora_path`."""
+    """AROUND `_resolve_lora_path`: what `model` and `lora_path` name; both must agree."""
     manager = self.tokenizer_manager
     loaded = manager.lora_ref_cache
     _before_stream.set(True)
@@ -81,7 +92,7 @@ def resolve_openai(
         if adapter is None:
             message = unknown(request_model, loaded, manager.served_model_name)
             raise HTTPException(status_code=HTTPStatus.NOT_FOUND, detail=message) from None
-    chosen = explicit_lora_path if adapter is None else adapter
+    chosen = agreed(model=adapter, lora_path=explicit_lora_path)
     for name in chosen if isinstance(chosen, list) else [chosen]:
         if name and name not in loaded and on_demand(manager).candidate(name) is None:
             message = unknown(name, loaded, manager.served_model_name)
@@ -91,6 +102,7 @@ def resolve_openai(
 
 async def resolve_native(original: Callable[..., Awaitable[None]], self: Any, obj: Any) -> None:
     """AROUND `_validate_and_resolve_lora`."""
+    obj.lora_id = None  # a field of SGLang's body, which the scheduler would look up unchecked
     names = obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]
     wanted = getattr(obj, "batch_size", 1) * getattr(obj, "parallel_sample_num", 1)
     if isinstance(obj.lora_path, list) and len(names) != wanted:
@@ -104,7 +116,8 @@ async def resolve_native(original: Callable[..., Awaitable[None]], self: Any, ob
                     message = unknown(name, self.lora_ref_cache, self.served_model_name)
                     raise UnknownAdapterError(message)
             await original(self, obj)
-    except (UnknownAdapterError, RefusedError) as error:
+        chat_templates.check_accepted(self, obj.lora_id)
+    except (UnknownAdapterError, RefusedError, chat_templates.StaleError) as error:
         # A stream has begun when this runs; SGLang turns a ValueError into its last event.
         if not _over_http or (getattr(obj, "stream", False) and not _before_stream.get()):
             raise

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from sglang_graft.adapters.catalog import Catalog, Entry
-from sglang_graft.adapters.folder_names import folder_problem
+from sglang_graft.adapters.folder_names import folder_problem, without_base
 from sglang_graft.adapters.folder_scan import Folder, find, scan
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class OnDemand:
 
     def candidate(self, model: str) -> str | None:
         """The folder that a `model` field might name: `NAME`, or `BASE:NAME`."""
-        name = model.partition(":")[2].strip() if ":" in model else model
+        name = without_base(model, self.reserved)
         return name if self.roots and folder_problem(name, self.reserved) is None else None
 
     @asynccontextmanager

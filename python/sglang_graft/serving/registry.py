@@ -26,6 +26,10 @@ class GraftRegistry(LoRARegistry):
     """Names and the registrations that they lead to. Changes only between two awaits."""
 
     def __init__(self, lora_paths: list[LoRARef] | None = None) -> None:
+        # Chat templates of adapters that have their own: by id, and by name while one is loaded, so
+        # that a name never leads to an adapter without its template.
+        self.templates: dict[str, Any] = {}
+        self.next_templates: dict[str, Any] = {}
         super().__init__(lora_paths)
         # Held from the look at a name until its load has ended: loads of one name do not race.
         self.load_lock = asyncio.Lock()
@@ -60,6 +64,7 @@ class GraftRegistry(LoRARegistry):
             )
         ref = self._registry.pop(lora_name)
         del self._counters[ref.lora_id]
+        self.templates.pop(ref.lora_id, None)
         return ref
 
     def swap(self, ref: LoRARef) -> LoRARef | None:
@@ -67,8 +72,16 @@ class GraftRegistry(LoRARegistry):
         old = self._registry.pop(ref.lora_name, None)
         if old is not None:
             del self._counters[old.lora_id]
+            self.templates.pop(old.lora_id, None)
         self._register_adapter(ref)
         return old
+
+    def _register_adapter(self, lora_ref: LoRARef) -> Any:
+        registered = super()._register_adapter(lora_ref)
+        templates = self.next_templates.pop(lora_ref.lora_name, None)
+        if templates is not None:
+            self.templates[lora_ref.lora_id] = templates
+        return registered
 
     def _id_of(self, name: str) -> str:
         ref = self._registry.get(name)

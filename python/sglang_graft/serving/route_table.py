@@ -65,6 +65,7 @@ _PATHS = {
         /init_weights_update_group /destroy_weights_update_group
         /release_memory_occupation /resume_memory_occupation
         /load_lora_adapter /load_lora_adapter_from_tensors /unload_lora_adapter
+        /v1/load_lora_adapter /v1/unload_lora_adapter
         /open_session /close_session /abort_request /pause_generation /continue_generation
     """,
 }

@@ -16,7 +16,6 @@ from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.serving import names
 from sglang_graft.serving.control import ask
-from sglang_graft.serving.guard import ModelGuard
 from sglang_graft.serving.load_input import LoadInput
 from sglang_graft.serving.registry import in_flight
 
@@ -67,23 +66,40 @@ def replace_route(app: Any) -> None:
     routes[place] = APIRoute(LOAD_PATH, load_lora_adapter, methods=["POST"])
 
 
-def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
-    """BEFORE `_setup_and_run_http_server`. ValueError for adapters that nobody could reach."""
+def add_routes(
+    server_args: Any, tokenizer_manager: Any, template_manager: Any, *others: Any, **more: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """BEFORE `_setup_and_run_http_server`. ValueError for adapters that nobody could use."""
     from sglang.srt.entrypoints import http_server
 
-    from sglang_graft.serving import listing
+    from sglang_graft.serving import (
+        bad_input,
+        chat_templates,
+        client_routes,
+        listing,
+        vllm_routes,
+    )
+    from sglang_graft.serving.guard import ModelGuard
 
     base = {server_args.served_model_name, server_args.model_path}
     for ref in server_args.lora_paths or []:
         if (reason := names.reserved(ref.lora_name, base)) is not None:
             raise ValueError(reason)
+        templates = chat_templates.read(ref.lora_path)  # nobody waits for this process yet
+        if templates is not None:
+            tokenizer_manager.lora_registry.templates[ref.lora_id] = templates
     names.serve_over_http()
     replace_route(http_server.app)
+    client_routes.replace_routes(http_server.app)
     http_server.app.include_router(router)
+    http_server.app.include_router(vllm_routes.router)
     listing.add_to(http_server.app)
+    http_server.app.add_middleware(bad_input.BodyErrors)
     http_server.app.add_middleware(
         ModelGuard, manager=lambda: http_server._global_state.tokenizer_manager
     )
+    templates = chat_templates.RequestTemplates(template_manager)
+    return (server_args, tokenizer_manager, templates, *others), more
 
 
 HOOKS = (

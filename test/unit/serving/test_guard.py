@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
+from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from sglang_graft.serving.guard import ROUTES, ModelGuard
+from sglang_graft.serving.on_demand import OnDemand
 
 MANAGER = SimpleNamespace(
     lora_ref_cache={"legal": 1},
@@ -19,11 +21,12 @@ MANAGER = SimpleNamespace(
 @pytest.fixture
 def client() -> TestClient:
     app = FastAPI()
+    MANAGER._graft_on_demand = OnDemand([], 1.0, object())  # type: ignore[arg-type]
     for path in (*ROUTES, "/v1/chat/completions"):
 
-        @app.post(path)
+        @app.api_route(path, methods=["POST", "PUT"])
         async def echo(request: Request) -> Any:
-            return await request.json()
+            return Response(await request.body())
 
     app.add_middleware(ModelGuard, manager=lambda: MANAGER)
     return TestClient(app)
@@ -47,12 +50,20 @@ def test_an_unknown_name_is_404_and_lists_the_loaded(client: TestClient, path: s
     assert "Loaded adapters: legal" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("path", "served"), ROUTES.items())
+@pytest.mark.parametrize("field", ["model", "lora_path", "lora_name"])
+@pytest.mark.parametrize("path", ROUTES)
 def test_an_adapter_is_refused_where_it_would_be_ignored(
-    client: TestClient, path: str, served: bool
+    client: TestClient, path: str, field: str
 ) -> None:
-    response = client.post(path, json={"model": "base-model:legal"})
-    assert response.status_code == (200 if served else 400)
+    assert client.post(path, json={field: "legal"}).status_code == 400
+    assert client.put(path, json={field: "legal"}).status_code == 400
+    assert client.post(path, json={field: "legall"}).status_code == 404
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_what_is_no_json_object_is_left_to_the_handler(client: TestClient, path: str) -> None:
+    for body in (b"", b"[1]", b"{", b"[" * 100_000):
+        assert client.post(path, content=body).content == body
 
 
 def test_other_routes_are_not_read(client: TestClient) -> None:

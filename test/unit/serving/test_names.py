@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
+from sglang_graft.adapters.folder_names import given_problem
 from sglang_graft.adapters.location import READ_FILES
 from sglang_graft.serving import names
+from sglang_graft.serving.choice import ConflictError
 from sglang_graft.serving.names import (
     UnknownAdapterError,
     adapter_of_model,
@@ -28,7 +30,8 @@ BASE = {"base-model"}
     [
         ("legal", "legal"),
         ("base-model:legal", "legal"),
-        ("anything: legal ", "legal"),
+        ("base-model: legal ", "legal"),
+        ("default:legal", "legal"),
         ("x:y", "x:y"),
         ("base-model:x:y", "x:y"),
         ("base-model", None),
@@ -40,7 +43,9 @@ def test_names_that_are_known(model: str, adapter: str | None) -> None:
     assert adapter_of_model(model, LOADED, BASE) == adapter
 
 
-@pytest.mark.parametrize("model", ["lega", "base-model:lega", "base-model:", "legal:v2", ":"])
+@pytest.mark.parametrize(
+    "model", ["lega", "base-model:lega", "base-model:", "legal:v2", ":", "anything:legal", "x"]
+)
 def test_names_that_are_nobodys(model: str) -> None:
     with pytest.raises(KeyError):
         adapter_of_model(model, LOADED, BASE)
@@ -54,8 +59,31 @@ def resolve(model: str, explicit: object) -> object:
     return resolve_openai(print, SimpleNamespace(tokenizer_manager=manager), model, explicit)
 
 
-def test_the_model_field_wins_then_lora_path() -> None:
-    assert resolve("legal", "x:y") == "legal"
+def test_the_longest_base_name_is_taken_off() -> None:
+    bases = {"gpt", "gpt:120b"}
+    assert adapter_of_model("gpt:120b:legal", LOADED, bases) == "legal"
+    assert adapter_of_model("gpt:legal", LOADED, bases) == "legal"
+
+
+@pytest.mark.parametrize("name", ["base-model", "base-model:x", "default:x", ":x", "default", ""])
+def test_names_that_requests_would_read_otherwise_are_refused(name: str) -> None:
+    assert names.reserved(name, BASE) is not None
+    assert given_problem(name, BASE) is not None
+
+
+@pytest.mark.parametrize("name", ["x:y", "team/legal", "a/b:c", "base-model2:x"])
+def test_other_names_with_colons_and_slashes_are_their_own(name: str) -> None:
+    assert names.reserved(name, BASE) is None
+    assert given_problem(name, BASE) is None
+    assert adapter_of_model(name, {name}, BASE) == name
+    assert adapter_of_model(f"base-model:{name}", {name}, BASE) == name
+
+
+def test_model_and_lora_path_must_agree() -> None:
+    assert resolve("legal", "legal") == "legal"
+    assert resolve("legal", ["legal", "legal"]) == ["legal", "legal"]
+    with pytest.raises(ConflictError, match="model names 'legal' and lora_path names 'x:y'"):
+        resolve("legal", "x:y")
     assert resolve("models/base", "x:y") == "x:y"
     assert resolve("base-model", ["legal", None]) == ["legal", None]
     assert resolve("base-model", None) is None
@@ -122,7 +150,12 @@ def with_folders(root: Path, refuse: str | None = None) -> Any:
         async def load(self, name: str, path: Path) -> None:
             manager.lora_ref_cache[name] = 3
 
-    manager._graft_on_demand = OnDemand([root], 0.01, Store())  # type: ignore[arg-type]
+    manager._graft_on_demand = OnDemand(
+        [root],
+        0.01,
+        Store(),  # type: ignore[arg-type]
+        {"base-model", "models/base"},
+    )
     return manager
 
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from sglang.srt.utils import auth
 from starlette.testclient import TestClient
 
-from sglang_graft.serving import listing, route_table, routes
+from sglang_graft.serving import listing, route_table, routes, vllm_routes
 from sglang_graft.serving.route_table import TABLE, Does, level, what_it_does
 
 ADMIN, API = {"Authorization": "Bearer admin"}, {"Authorization": "Bearer api"}
@@ -38,6 +38,7 @@ def real_paths() -> set[str]:
 
     ours = FastAPI(openapi_url=None)
     ours.include_router(routes.router)
+    ours.include_router(vllm_routes.router)
     listing.add_to(ours)
     return {*paths(http_server.app.router.routes), *paths(ours.router.routes)}
 
@@ -140,20 +141,27 @@ def test_listing_comes_before_the_routes_of_the_same_paths(
         raise AssertionError("ours comes first")
 
     listing.add_to(app)
-    manager = SimpleNamespace(served_model_name="base", lora_ref_cache={})
+    arguments = SimpleNamespace(model_path="models/base")
+    manager = SimpleNamespace(served_model_name="base", lora_ref_cache={}, server_args=arguments)
     manager.lora_ref_cache["x:y"] = SimpleNamespace(lora_path="folder")
     monkeypatch.setattr(
         listing.http_server, "_global_state", SimpleNamespace(tokenizer_manager=manager)
     )
 
     async def loaded() -> Any:
-        return SimpleNamespace(data=["base", "x:y"])
+        cards = [("base", "base", None), ("x:y", "folder", "base")]
+        data = [SimpleNamespace(id=i, root=root, parent=parent) for i, root, parent in cards]
+        return SimpleNamespace(data=data)
 
     monkeypatch.setattr(listing.http_server, "available_models", loaded)
     with TestClient(app) as asked:
-        assert asked.get("/v1/models").json() == {"data": ["base", "x:y"]}
+        assert asked.get("/v1/models").json()["data"] == [
+            {"id": "base", "root": "models/base", "parent": None},
+            {"id": "x:y", "root": "folder", "parent": "base"},
+        ]
         card = asked.get("/v1/models/x:y").json()
         assert (card["id"], card["root"], card["parent"]) == ("x:y", "folder", "base")
         missing = asked.get("/v1/models/nobody")
         assert missing.status_code == 404
+        assert "Loaded adapters: x:y" in missing.json()["error"]["message"]
     assert route_table.TABLE["/v1/models"] is Does.READS
