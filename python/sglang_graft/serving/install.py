@@ -7,8 +7,10 @@ from sglang_graft.serving import (
     load,
     load_paths,
     names,
+    page_routes,
     registry,
     request_checks,
+    request_metrics,
     route_table,
     routes,
     unload,
@@ -23,6 +25,8 @@ HOOKS = (
     *load.HOOKS,
     *load_paths.HOOKS,
     *unload.HOOKS,
+    *request_metrics.HOOKS,
+    *page_routes.HOOKS,
 )
 _installed: list[bool] = []
 
