@@ -63,7 +63,9 @@ def _render(parts: dict[Source, Any], accept: str, with_sglang: bool) -> tuple[b
 
     from sglang_graft.serving import exposition
 
-    others = [multiprocess.MultiProcessCollector(None)] if with_sglang else []
+    # prometheus_client leaves this constructor untyped.
+    collector: Any = multiprocess.MultiProcessCollector
+    others = [collector(None)] if with_sglang else []
     return exposition.render(parts, accept, others)
 
 

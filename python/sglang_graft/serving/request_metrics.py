@@ -85,11 +85,8 @@ _counts: list[RequestCounts] = []
 def counts() -> RequestCounts:
     """Those of this process."""
     if not _counts:
-        options = config.published()
-        most = (
-            config.GraftConfig().metrics_adapters if options is None else options.metrics_adapters
-        )
-        _counts.append(RequestCounts(most))
+        options = config.published() or config.GraftConfig()
+        _counts.append(RequestCounts(options.metrics_adapters))
     return _counts[0]
 
 

@@ -95,11 +95,11 @@ async function turn() {
     }
     if (!response.ok) throw new Error(`status ${response.status}`);
     const answer = await response.json();
+    const { stale, age } = answer.http;
     if (answer.scheduler) {
-      follow(answer);
+      if (!stale) follow(answer);
       paint(answer);
     }
-    const { stale, age } = answer.http;
     if (stale) draw.state("stale", `The scheduler is busy: figures of ${Math.round(age)} s ago`);
     else draw.state("live", "Live");
     pause = SECOND;
