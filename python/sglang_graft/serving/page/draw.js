@@ -89,8 +89,8 @@ export function table(snapshot, hues, picked, pick) {
     button.setAttribute("aria-pressed", String(adapter.identity === picked));
     button.addEventListener("click", () => pick(adapter.identity));
     const head = make("th", { scope: "row" }, button);
-    if (adapter.pinned) head.append(make("span", { className: "tag", textContent: "pinned" }));
-    if (adapter.locked) head.append(make("span", { className: "tag", textContent: "in use" }));
+    if (adapter.pinned) head.append(" ", make("span", { className: "tag", textContent: "pinned" }));
+    if (adapter.locked) head.append(" ", make("span", { className: "tag", textContent: "in use" }));
     return make(
       "tr", {}, head, make("td", { textContent: WHERE[adapter.state] }),
       number(adapter.pages), number(adapter.kv_pages), number(adapter.host_kv_pages, "wide"),
