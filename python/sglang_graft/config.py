@@ -84,6 +84,12 @@ class GraftConfig(BaseModel):
         "--graft-idle-promotion",
         "While nobody waits, bring what was used last back into free pages.",
     )
+    metrics_adapters: int = _option(
+        20,
+        "--graft-metrics-adapters",
+        "How many adapters have a label of their own in /metrics; the others share one.",
+        ge=0,
+    )
 
 
 class OptionInfo(BaseModel):

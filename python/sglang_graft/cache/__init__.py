@@ -1,6 +1,7 @@
 """One tree over adapters and prefix KV, and the order in which they are evicted."""
 
 from sglang_graft.cache.cost import Cost, Prices
+from sglang_graft.cache.departures import Departure, Departures, Reason
 from sglang_graft.cache.elora import Elora
 from sglang_graft.cache.host import HostTier
 from sglang_graft.cache.node import AdapterNode, HostCopy, Insertion, Match, Node, State
@@ -12,6 +13,8 @@ from sglang_graft.cache.tree import UnifiedTree
 __all__ = [
     "AdapterNode",
     "Cost",
+    "Departure",
+    "Departures",
     "Elora",
     "EvictionPolicy",
     "HostCopy",
@@ -23,6 +26,7 @@ __all__ = [
     "Prices",
     "RateMeter",
     "Rates",
+    "Reason",
     "State",
     "Tier",
     "UnifiedTree",

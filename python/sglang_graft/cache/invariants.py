@@ -35,6 +35,7 @@ def check(tree: UnifiedTree) -> None:
     _check_registry(tree)
     _check_pages(tree, adapters, nodes)
     _check_victims(tree, nodes)
+    tree.departures.check_invariants()
     if tree.host is None:
         assert not any(node.host for node in nodes), "host copies without a host tier"
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from sglang_graft.cache.departures import Departures, Reason
 from sglang_graft.cache.host import HostTier
 from sglang_graft.cache.node import AdapterNode, Node, State
 from sglang_graft.cache.policy import EvictionPolicy
@@ -41,6 +42,7 @@ class TreePages:
         self.policy = policy
         self.host = None if host is None else HostTier(host, policy)
         self.on_freed: Callable[[Sequence[int]], None] = _nobody
+        self.departures = Departures()
         self.evicted_adapters = 0
         self.demoted_pages = 0
         """Pages of KV that left the device and stay on the host."""
@@ -115,7 +117,9 @@ class TreePages:
 
     # ---- coming to the device
 
-    def load(self, adapter: AdapterNode, *, use_reserve: bool = True) -> list[int] | None:
+    def load(
+        self, adapter: AdapterNode, *, use_reserve: bool = True, reason: Reason = Reason.ADAPTER
+    ) -> list[int] | None:
         """Take pages for the weights of an absent adapter: state LOADING, owner IN_FLIGHT.
 
         Evicts what is missing; with `use_reserve=False` the ledger's reserve stays free. Returns []
@@ -129,7 +133,7 @@ class TreePages:
             return []
         # An absent adapter has no pages, and nothing below it has: no victim can be its own.
         assert not adapter.device_children, f"adapter {adapter.identity!r} is absent but has KV"
-        pages = self._take(adapter.weight_pages, use_reserve=use_reserve)
+        pages = self._take(adapter.weight_pages, reason, use_reserve=use_reserve)
         if pages is None:
             return None
         adapter.state = State.LOADING
@@ -162,7 +166,7 @@ class TreePages:
         assert parent.pages or parent is parent.adapter, f"node {node.serial}: its parent is absent"
         assert node.adapter.state is not State.ABSENT, f"{node.adapter.identity!r} is absent"
         self.lock(parent)  # what follows may evict, but not the path to this node
-        pages = self._take(len(copy.pages), use_reserve=use_reserve)
+        pages = self._take(len(copy.pages), Reason.PROMOTION, use_reserve=use_reserve)
         if pages is not None:
             clock, step = self._tick(), node
             step.last_use = clock
@@ -183,7 +187,7 @@ class TreePages:
 
     # ---- leaving it
 
-    def evict(self, pages: int) -> int:
+    def evict(self, pages: int, reason: Reason = Reason.REQUEST) -> int:
         """Free at least `pages` pages, or all that nobody holds; returns how many.
 
         Takes the least valuable leaf first: KV with none below it on the device, or an adapter
@@ -203,11 +207,14 @@ class TreePages:
             if isinstance(victim, AdapterNode):
                 victim.evictions += 1
                 self.evicted_adapters += 1
-                freed += self._unload(victim)
+                weights = self._unload(victim)
+                freed += weights
+                self._note(reason, victim, weights)
             else:
                 landed = self.is_landed(victim)
                 gone = self._cut(victim, pages - freed)
                 freed += len(gone)
+                self._note(reason, victim, len(gone))
                 if landed:
                     run += gone
                 else:
@@ -229,12 +236,12 @@ class TreePages:
 
     # ---- internals
 
-    def _take(self, pages: int, *, use_reserve: bool) -> list[int] | None:
+    def _take(self, pages: int, reason: Reason, *, use_reserve: bool) -> list[int] | None:
         """Free pages, after evicting what is missing; None, and nothing evicted: no room."""
         room = self.ledger.free - (0 if use_reserve else self.ledger.reserve)
         if pages > room + self._evictable:
             return None
-        self.evict(pages - room)
+        self.evict(pages - room, reason)
         taken = self.ledger.take(pages, Owner.IN_FLIGHT, use_reserve=use_reserve)
         assert taken is not None, f"{pages} pages were free, and could not be taken"
         return taken
@@ -310,6 +317,16 @@ class TreePages:
         adapter.left = self._clock
         self._settle(adapter)
         return len(pages)
+
+    def _note(self, reason: Reason, node: Node, pages: int) -> None:
+        self.departures.note(
+            self._clock,
+            reason,
+            node.adapter.identity,
+            pages,
+            weights=node is node.adapter,
+            kept=node.host is not None,
+        )
 
     def _free(self, pages: Sequence[int], owner: Owner) -> None:
         """Give pages that leave their nodes back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from sglang_graft.cache import invariants
+from sglang_graft.cache.departures import Reason
 from sglang_graft.cache.node import AdapterNode, Insertion, Match, Node, State
 from sglang_graft.cache.pages import TreePages
 from sglang_graft.cache.policy import EvictionPolicy
@@ -106,10 +107,11 @@ class UnifiedTree(TreePages):
 
         A known adapter stays known and can be loaded again. Returns the pages freed.
         """
-        freed = self._free_below(adapter)
+        freed = self._free_below(adapter, Reason.UNLOAD)
         if adapter.lock == 0:
             self._victims.forget(adapter)
             weights = self._unload(adapter)
+            self._note(Reason.UNLOAD, adapter, weights)
             self._evictable -= weights
             freed += weights
         return freed
@@ -209,8 +211,10 @@ class UnifiedTree(TreePages):
         assert not held, f"reset while requests hold {held}"
         self._victims.clear()
         for adapter in self._adapters.values():
-            self._free_below(adapter)
-            self._evictable -= self._unload(adapter)
+            self._free_below(adapter, Reason.FLUSH)
+            weights = self._unload(adapter)
+            self._note(Reason.FLUSH, adapter, weights)
+            self._evictable -= weights
 
     def invalid_kv_pages(self) -> int:
         """Pages of cached KV whose adapter is absent, read from the nodes' own state."""
@@ -292,7 +296,7 @@ class UnifiedTree(TreePages):
         self._place(node, pages)
         return node
 
-    def _free_below(self, adapter: AdapterNode) -> int:
+    def _free_below(self, adapter: AdapterNode, reason: Reason) -> int:
         """Free the KV of an adapter that nobody holds; returns its device pages."""
         freed = 0
         for node in below(adapter):
@@ -304,6 +308,9 @@ class UnifiedTree(TreePages):
                 if node.pages:
                     self._free(node.pages, self._owner(node))
                 detach(node)
+        self.departures.note(
+            self._clock, reason, adapter.identity, freed, weights=False, kept=False
+        )
         adapter.kv_pages -= freed
         self._evictable -= freed
         return freed

@@ -9,12 +9,16 @@ import typer
 from rich.console import Console
 
 from sglang_graft import __version__
+from sglang_graft.cli.top import top
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     help="Graft: many LoRA adapters and their KV in one GPU memory pool, for SGLang.",
 )
+
+
+app.command()(top)
 
 
 @app.callback()

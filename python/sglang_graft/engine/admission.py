@@ -35,7 +35,10 @@ def can_schedule(
         _end(req, failure)
     if not turns.in_turn(original, self, req, running_loras):
         return False
-    return bool(req.to_finish) or self.tree_cache.waiting.may_start(req)
+    if req.to_finish or self.tree_cache.waiting.may_start(req):
+        return True
+    self.tree_cache.observed.held_back(req.rid)
+    return False
 
 
 def _end(req: Any, message: str) -> None:
@@ -56,8 +59,10 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, **rest: Any) 
         return AddReqResult.NO_TOKEN
     before = len(self.can_run_list)
     result = original(self, req, **rest)
-    if len(self.can_run_list) > before and cache.tiers.prefetch.came_warm(req.rid):
-        residency.count_hit(req.lora_id)
+    if len(self.can_run_list) > before:
+        cache.observed.admitted(req.rid, has_adapter=req.lora_id is not None)
+        if cache.tiers.prefetch.came_warm(req.rid):
+            residency.count_hit(req.lora_id)
     return result
 
 

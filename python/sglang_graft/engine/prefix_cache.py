@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext, register_radix_
 from sglang_graft.cache import AdapterNode, Node
 from sglang_graft.engine.allocator import ArenaAllocator, upload
 from sglang_graft.engine.flags import BACKEND
+from sglang_graft.engine.observe import Observations
 from sglang_graft.engine.page_table import PageTable
 from sglang_graft.engine.pool import Pool
 from sglang_graft.engine.waiting import WaitingRequests
@@ -68,6 +69,10 @@ class GraftPrefixCache(BasePrefixCache):
         self.check = check
         self.page_table = PageTable()
         self.waiting = WaitingRequests(self)
+        self.observed = Observations()
+        # Wall time, for display and histograms only.
+        self.tree.departures.now = time.time
+        tiers.transfers.now = time.perf_counter
         self.page_size: int = params.page_size
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator: ArenaAllocator = params.token_to_kv_pool_allocator

@@ -13,11 +13,28 @@ MODEL_KEY = "graft_model"
 _WHERE = {State.LOADING: "loading", State.RESIDENT: "device"}
 
 
+def where(node: AdapterNode) -> str:
+    """Where the weights are: `device`, `loading`, `host` or `disk`."""
+    return _WHERE.get(node.state, "disk" if node.host is None else "host")
+
+
+def pages_by_owner(cache: GraftPrefixCache) -> dict[str, int]:
+    """Device pages: `total`, and who has them."""
+    ledger = cache.pool.ledger
+    return {
+        "total": ledger.total,
+        "free": ledger.free,
+        "adapter": ledger.count(Owner.ADAPTER),
+        "kv_cached": ledger.count(Owner.KV_CACHED),
+        "kv_running": ledger.count(Owner.KV_RUNNING),
+        "in_flight": ledger.count(Owner.IN_FLIGHT),
+    }
+
+
 def _node_report(node: AdapterNode) -> dict[str, Any]:
-    absent = "disk" if node.host is None else "host"
     return {
         "identity": node.identity,
-        "state": _WHERE.get(node.state, absent),
+        "state": where(node),
         "pages": len(node.pages),
         "kv_pages": node.kv_pages,
         "locks": node.lock,
@@ -44,17 +61,9 @@ def pool_report(cache: GraftPrefixCache) -> dict[str, Any]:
 
     `locks` counts requests. Costs O(adapters).
     """
-    ledger, residency = cache.pool.ledger, cache.residency
-    pages = {
-        "total": ledger.total,
-        "free": ledger.free,
-        "adapter": ledger.count(Owner.ADAPTER),
-        "kv_cached": ledger.count(Owner.KV_CACHED),
-        "kv_running": ledger.count(Owner.KV_RUNNING),
-        "in_flight": ledger.count(Owner.IN_FLIGHT),
-    }
+    residency = cache.residency
     return {
-        "pages": pages,
+        "pages": pages_by_owner(cache),
         "page_bytes": cache.pool.layout.page_bytes,
         "page_tokens": cache.pool.layout.page_tokens,
         "invalid_kv_pages": cache.tree.invalid_kv_pages(),

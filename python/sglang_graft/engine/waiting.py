@@ -34,6 +34,7 @@ class WaitingRequests:
         for req in queue:
             if req.rid in known:
                 self._wishes[req.rid] = known[req.rid]
+        self.cache.observed.keep(self._wishes)
         self.cache.tiers.step([self.wish(req) for req in queue if not req.to_finish])
 
     def failure(self, req: Any) -> str | None:
@@ -71,8 +72,10 @@ def reserved_pages(scheduler: Any, running_batch: Any) -> int:
 def begin_pass(self: Any, prefill_delayer_single_pass: Any, running_batch: Any) -> None:
     """BEFORE `_get_new_batch_prefill_raw`."""
     cache: GraftPrefixCache = self.tree_cache
-    if running_batch.is_empty():
+    idle = running_batch.is_empty()
+    if idle:
         running_batch.batch_is_full = False
+    cache.observed.begin_pass(busy=bool(self.waiting_queue) or not idle)
     note_forward_stream(self)
     cache.pool.ledger.reserve = reserved_pages(self, running_batch)
     cache.waiting.step(self.waiting_queue)

@@ -10,9 +10,11 @@ from sglang_graft.serving import (
     load_paths,
     names,
     ollama,
+    page_routes,
     registry,
     reply,
     request_checks,
+    request_metrics,
     route_table,
     routes,
     tokenized_checks,
@@ -33,6 +35,8 @@ HOOKS = (
     *load.HOOKS,
     *load_paths.HOOKS,
     *unload.HOOKS,
+    *request_metrics.HOOKS,
+    *page_routes.HOOKS,
 )
 _installed: list[bool] = []
 

@@ -22,6 +22,7 @@ class Does(Enum):
 
     READS = "tells about the server"
     SERVES = "answers a request of its own, and may load adapters below --graft-adapter-root"
+    SHOWS = "gives static files of Graft, also without any key (see page_routes)"
     OPERATES = "tells what only operators should see"
     CHANGES = "changes what other requests get, or what the server holds afterwards"
 
@@ -35,7 +36,7 @@ VERTEX = os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate")
 
 _PATHS = {
     Does.READS: f"""
-        / /openapi.json /docs /docs/oauth2-redirect /redoc /metrics /ping /health
+        / /openapi.json /docs /docs/oauth2-redirect /redoc /metrics /metrics/ /ping /health
         /get_model_info /model_info /get_weight_version /weight_version
         /get_server_info /server_info /get_load /v1/loads /v1/models /v1/models/{{model:path}}
         {OLLAMA_TAGS} {OLLAMA_SHOW}
@@ -48,8 +49,9 @@ _PATHS = {
         /tokenize /v1/tokenize /detokenize /v1/detokenize /parse_function_call /separate_reasoning
         {OLLAMA_CHAT} {OLLAMA_GENERATE}
     """,
+    Does.SHOWS: "/graft /graft/page/{name}",
     Does.OPERATES: """
-        /graft/pool /graft/requests /list_external_corpora /is_scaling_elastic_ep
+        /graft/pool /graft/requests /graft/overview /list_external_corpora /is_scaling_elastic_ep
         /get_weights_by_name
         /get_remote_instance_transfer_engine_info /remote_instance_transfer_engine_info
     """,
@@ -76,6 +78,7 @@ def _nowhere() -> None:
     raise AssertionError("these routes only match paths")
 
 
+_FREE = (Does.READS, Does.SERVES, Does.SHOWS)
 _MATCHERS = [(Route(path, _nowhere), does) for path, does in TABLE.items()]
 
 
@@ -90,7 +93,7 @@ def what_it_does(scope: Any) -> Does | None:
 def level(original: Callable[..., Any], app: Any, scope: Any) -> AuthLevel:
     """AROUND `_get_auth_level_from_app_and_scope`: never less than SGLang's own."""
     own = original(app, scope)
-    if own == AuthLevel.NORMAL and what_it_does(scope) not in (Does.READS, Does.SERVES):
+    if own == AuthLevel.NORMAL and what_it_does(scope) not in _FREE:
         return AuthLevel.ADMIN_OPTIONAL
     return AuthLevel(own)
 

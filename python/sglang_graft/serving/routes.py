@@ -14,13 +14,16 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.serving import names
+from sglang_graft.serving import metrics_routes, names, page_routes
 from sglang_graft.serving.control import ask
 from sglang_graft.serving.load_input import LoadInput
 from sglang_graft.serving.registry import in_flight
 
 router = APIRouter(prefix="/graft", tags=["graft"])
 LOAD_PATH = "/load_lora_adapter"
+
+ROUTERS = (router, vllm_routes.router, metrics_routes.router, page_routes.router)
+"""All routes that Graft adds."""
 
 
 @router.get("/pool")
@@ -77,7 +80,6 @@ def add_routes(
         chat_templates,
         client_routes,
         listing,
-        vllm_routes,
     )
     from sglang_graft.serving.guard import ModelGuard
 
@@ -91,8 +93,8 @@ def add_routes(
     names.serve_over_http()
     replace_route(http_server.app)
     client_routes.replace_routes(http_server.app)
-    http_server.app.include_router(router)
-    http_server.app.include_router(vllm_routes.router)
+    for ours in ROUTERS:
+        http_server.app.include_router(ours)
     listing.add_to(http_server.app)
     http_server.app.add_middleware(bad_input.BodyErrors)
     http_server.app.add_middleware(

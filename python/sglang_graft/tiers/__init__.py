@@ -3,6 +3,7 @@
 from sglang_graft.tiers.build import TierOptions, build_tiers
 from sglang_graft.tiers.copies import Copier, CpuCopier, CudaCopier, Ticket, Way
 from sglang_graft.tiers.counters import Counters, TierCounts
+from sglang_graft.tiers.histogram import SECONDS, Histogram
 from sglang_graft.tiers.host_pool import HostPool
 from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import AdapterChangedError, Images
@@ -15,6 +16,7 @@ from sglang_graft.tiers.transfers import Transfers
 from sglang_graft.tiers.write_back import WriteBack
 
 __all__ = [
+    "SECONDS",
     "AdapterChangedError",
     "AdapterStore",
     "Copier",
@@ -22,6 +24,7 @@ __all__ = [
     "CpuCopier",
     "CudaCopier",
     "FixedRates",
+    "Histogram",
     "HostPool",
     "IdlePromotion",
     "Images",

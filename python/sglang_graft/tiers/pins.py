@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from sglang_graft.cache import AdapterNode, State, UnifiedTree
+from sglang_graft.cache import AdapterNode, Reason, State, UnifiedTree
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Pins:
     def take(self, adapter_id: str, node: AdapterNode) -> bool:
         """Promote and hold `node`; False, with nothing changed, when there is no room now."""
         assert adapter_id not in self._held, f"adapter id {adapter_id} is pinned already"
-        if self.tree.load(node) is None:
+        if self.tree.load(node, reason=Reason.PIN) is None:
             return False
         self.tree.lock(node)
         self._held[adapter_id] = node

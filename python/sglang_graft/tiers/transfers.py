@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from sglang_graft.cache import AdapterNode, Node, State, UnifiedTree
 from sglang_graft.pool import Owner
 from sglang_graft.tiers.copies import Copier, Ticket, Way
+from sglang_graft.tiers.histogram import SECONDS, Histogram
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,11 @@ class Copy:
     host: list[int]
     device: list[int]
     ticket: Ticket
+    began: float
+
+
+def _no_time() -> float:
+    return 0.0
 
 
 def _alone(count: int) -> int:
@@ -43,6 +49,7 @@ class Transfers:
 
     Copies the same way end in the order in which they began. `agree` turns the number of ended
     copies that this rank saw into one that all ranks saw (their minimum), so that all decide alike.
+    `now` is a clock in seconds for `load_seconds`, which nothing is decided by.
     """
 
     tree: UnifiedTree
@@ -50,6 +57,9 @@ class Transfers:
     agree: Callable[[int], int] = _alone
     pages_moved: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(Way, 0))
     adapter_pages_loaded: int = 0
+    now: Callable[[], float] = _no_time
+    load_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+    """From the start of an adapter's copy to the pass that saw it landed."""
     _under_way: dict[Way, deque[Copy]] = field(
         default_factory=lambda: {way: deque() for way in Way}
     )
@@ -135,7 +145,7 @@ class Transfers:
         assert len(host) == len(device), f"{len(host)} host pages, {len(device)} device pages"
         after = [copy.ticket for copy in self._fences.values()]
         pairs = list(zip(host, device, strict=True))
-        copy = Copy(way, node, host, device, self.copier.copy(way, pairs, after))
+        copy = Copy(way, node, host, device, self.copier.copy(way, pairs, after), self.now())
         for page in device:
             assert page not in self._touching, f"page {page} is in a copy already"
             self._touching[page] = copy
@@ -166,3 +176,4 @@ class Transfers:
             assert adapter.state is State.LOADING, f"{adapter.identity!r} is {adapter.state.value}"
             self.tree.loaded(adapter)
             self.adapter_pages_loaded += len(mine)
+            self.load_seconds.observe(self.now() - copy.began)

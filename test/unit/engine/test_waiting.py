@@ -10,6 +10,7 @@ import torch
 
 from sglang_graft.cache import AdapterNode
 from sglang_graft.engine.host_memory import free_bytes, make_host_pool
+from sglang_graft.engine.observe import Observations
 from sglang_graft.engine.waiting import WaitingRequests, begin_pass, reserved_pages
 from sglang_graft.pool import Arena, PageLayout
 from sglang_graft.tiers import Wish
@@ -27,6 +28,7 @@ class Cache:
         self.tiers = self
         self.seen: list[Wish] = []
         self.pool = SimpleNamespace(ledger=SimpleNamespace(reserve=0))
+        self.observed = Observations()
         self.waiting = WaitingRequests(self)  # type: ignore[arg-type]
 
     def namespace(self, req: Any) -> tuple[AdapterNode, str]:
