@@ -31,7 +31,7 @@ def test_names_are_unique_and_follow_one_pattern() -> None:
         *("GRAFT_ENABLE", "GRAFT_POLICY", "GRAFT_CHECK", "GRAFT_ADAPTER_ROOT"),
         *("GRAFT_ADAPTER_SCAN_SECONDS", "GRAFT_MAX_ADAPTERS", "GRAFT_MAX_ADAPTER_MB"),
         *("GRAFT_HOST_MEMORY_GB", "GRAFT_NO_HOST_KV", "GRAFT_NO_PREFETCH"),
-        "GRAFT_IDLE_PROMOTION",
+        *("GRAFT_IDLE_PROMOTION", "GRAFT_TENANTS"),
     }
 
 

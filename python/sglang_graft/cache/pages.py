@@ -193,23 +193,23 @@ class TreePages:
 
     # ---- leaving it
 
-    def evict(
-        self, pages: int, *, incoming: Incoming = NOTHING, only: Share | None = None
-    ) -> int:
+    def evict(self, pages: int, *, incoming: Incoming = NOTHING, only: Share | None = None) -> int:
         """Free at least `pages` pages, or all that may leave; returns how many.
 
         What may leave is what no request holds: of each share what it holds beyond its floor, and
-        as many pages as it gets (`incoming`); or anything of one share (`only`). Takes the least valuable leaf first: KV with none below it on the device, or an adapter
-        without KV there. Of KV larger than what is missing only the end goes; weights go whole.
-        O(log n) a victim. Never waits: what has a host copy keeps its place in the tree.
+        as many pages as it gets (`incoming`); or anything of one share (`only`). Takes the least
+        valuable leaf first: KV with none below it on the device, or an adapter without KV there.
+        Of KV larger than what is missing only the end goes; weights go whole. O(shares + log n) a
+        victim. Never waits: what has a host copy keeps its place in the tree.
         """
         freed = 0
         run: list[int] = []
         flying: list[int] = []
         if pages > 0 and self.policy.changed():
             self.reprice()
+        budgets = self.shares.budgets(incoming, only) if pages > 0 else {}
         while freed < pages:
-            victim = self._victims.pop(incoming, only)
+            victim = self._victims.pop(budgets)
             if victim is None:
                 break
             share = victim.share
@@ -217,19 +217,18 @@ class TreePages:
             if isinstance(victim, AdapterNode):
                 victim.evictions += 1
                 self.evicted_adapters += 1
-                freed += self._unload(victim)
+                count = self._unload(victim)
             else:
                 landed = self.is_landed(victim)
-                wanted = pages - freed
-                if only is None:
-                    wanted = min(wanted, share.budget(incoming.get(share, 0)))
-                gone = self._cut(victim, wanted)
-                share.evictable -= len(gone)
-                freed += len(gone)
+                gone = self._cut(victim, min(pages - freed, budgets[share]))
+                count = len(gone)
+                share.evictable -= count
                 if landed:
                     run += gone
                 else:
                     flying += gone
+            freed += count
+            budgets[share] -= count
         self._free(run, Owner.KV_CACHED)
         self._free(flying, Owner.IN_FLIGHT)
         self._evictable -= freed

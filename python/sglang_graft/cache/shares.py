@@ -28,7 +28,8 @@ class Share:
 
     floor: pages that others leave to it.   cap: pages that it may hold, None = any number.
     running: KV of running requests.   evictable, protected: pages in the tree, by lock.
-    loose_weights: those of `evictable` that are weights.   largest: most pages that ever left whole.
+    loose_weights: those of `evictable` that are weights.
+    largest: most pages that one of its nodes had which leaves whole.
     """
 
     __slots__ = (
@@ -121,6 +122,12 @@ class Shares:
         others = islice(self._shares.values(), 1, None)
         return found + sum(share.promised(incoming.get(share, 0)) for share in others)
 
+    def budgets(self, incoming: Incoming, only: Share | None) -> dict[Share, int]:
+        """Pages that each share may give in one eviction."""
+        if only is not None:
+            return {only: only.evictable}
+        return {share: share.budget(incoming.get(share, 0)) for share in self}
+
     def unfilled(self, *, without: Share) -> int:
         """Pages of floors that their tenants do not hold now."""
         if not self._floors:
@@ -155,11 +162,13 @@ class ShareVictims:
         """Enter a node that became an evictable leaf."""
         node.share.victims.push(node)
 
-    def pop(self, incoming: Incoming = NOTHING, only: Share | None = None) -> Node | None:
-        """Remove and return the least valuable leaf that may leave; None = there is none."""
+    def pop(self, budgets: Mapping[Share, int]) -> Node | None:
+        """Remove and return the least valuable leaf whose share may still give pages, or None.
+
+        A node that leaves whole stays when its share may not give all of it; so do those behind it.
+        """
         best: Entry | None = None
-        for share in self._shares if only is None else (only,):
-            room = share.evictable if only else share.budget(incoming.get(share, 0))
+        for share, room in budgets.items():
             if room <= 0:
                 continue
             head = share.victims.head()
@@ -167,9 +176,7 @@ class ShareVictims:
                 continue
             if best is None or head < best:
                 best = head
-        if best is None:
-            return None
-        return best[3].share.victims.pop()
+        return None if best is None else best[3].share.victims.pop()
 
     def coldest(self, limit: int) -> list[Node]:
         """The victims that leave next, in order; looks at `limit` entries. Floors do not count."""
@@ -212,7 +219,7 @@ class ShareVictims:
 
 
 def check(shares: Shares, nodes: list[Node], leaves_whole: Callable[[Node], bool]) -> None:
-    """Assert that counters agree with a full walk, and that what is shared is the common share's."""
+    """Assert that counters agree with a full walk, and who has the adapters above KV."""
     for share in shares:
         mine = [node for node in nodes if node.share is share]
         loose = [node for node in mine if node.lock == 0]

@@ -281,9 +281,7 @@ class UnifiedTree(TreePages):
         else:
             self._place(node, pages)
 
-    def _append(
-        self, parent: Node, key: bytes, pages: list[int], salt: str, share: Share
-    ) -> Node:
+    def _append(self, parent: Node, key: bytes, pages: list[int], salt: str, share: Share) -> Node:
         """A new leaf, just used."""
         edge = key[: self._page_bytes]
         if salt and parent is parent.adapter:

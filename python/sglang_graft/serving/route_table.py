@@ -49,7 +49,7 @@ _PATHS = {
         {OLLAMA_CHAT} {OLLAMA_GENERATE}
     """,
     Does.OPERATES: """
-        /graft/pool /graft/requests /list_external_corpora /is_scaling_elastic_ep
+        /graft/pool /graft/requests /graft/tenants /list_external_corpora /is_scaling_elastic_ep
         /get_weights_by_name
         /get_remote_instance_transfer_engine_info /remote_instance_transfer_engine_info
     """,

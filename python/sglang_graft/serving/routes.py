@@ -14,7 +14,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.serving import names
+from sglang_graft.serving import names, tenant_routes
 from sglang_graft.serving.control import ask
 from sglang_graft.serving.guard import ModelGuard
 from sglang_graft.serving.load_input import LoadInput
@@ -80,9 +80,14 @@ def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
     names.serve_over_http()
     replace_route(http_server.app)
     http_server.app.include_router(router)
+    http_server.app.include_router(tenant_routes.router)
     listing.add_to(http_server.app)
     http_server.app.add_middleware(
         ModelGuard, manager=lambda: http_server._global_state.tokenizer_manager
+    )
+    # Last, so that it is around all others: nothing looks at a request before its key was seen.
+    tenant_routes.add_gate(
+        http_server.app, server_args, lambda: http_server._global_state.tokenizer_manager
     )
 
 
