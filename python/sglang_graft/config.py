@@ -61,6 +61,13 @@ class GraftConfig(BaseModel):
         16384, "--graft-max-adapter-mb", "Largest adapter folder that is read.", "MiB", ge=1
     )
 
+    tenants: str = _option(
+        "",
+        "--graft-tenants",
+        "File with tenants: API keys, adapters, rates, page floors and caps; read again when it"
+        " changes.",
+    )
+
     @property
     def adapter_roots(self) -> tuple[Path, ...]:
         """The folders of `adapter_root`, as given."""

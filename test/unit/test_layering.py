@@ -22,9 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "cache": {"pool"},
     "tiers": {"pool", "adapters", "cache"},
     "sim": _CORE | {"config"},
-    "engine": _CORE | {"config", "serving"},
-    "serving": _CORE | {"config", "engine"},
-    "cli": _CORE | {"config", "engine", "serving", "sim"},
+    "tenants": set(),
+    "engine": _CORE | {"config", "serving", "tenants"},
+    "serving": _CORE | {"config", "engine", "tenants"},
+    "cli": _CORE | {"config", "engine", "serving", "sim", "tenants"},
     "config": set(),
     "__init__": set(),
 }

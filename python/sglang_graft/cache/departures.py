@@ -18,6 +18,7 @@ class Reason(enum.Enum):
     REQUEST = "request"  # KV of a request that runs or is about to
     ADAPTER = "adapter"  # weights of an adapter that a request waits for
     PROMOTION = "promotion"  # KV that comes back from the host
+    CAP = "cap"  # a tenant at its page cap made room for itself
     PIN = "pin"  # weights of a pinned adapter
     UNLOAD = "unload"  # the adapter was unloaded or replaced
     FLUSH = "flush"  # the pool was emptied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_graft.cache import host_invariants
+from sglang_graft.cache import host_invariants, shares
 from sglang_graft.cache.node import AdapterNode, Node, State
 from sglang_graft.cache.runs import below
 from sglang_graft.pool.ledger import Owner
@@ -36,6 +36,7 @@ def check(tree: UnifiedTree) -> None:
     _check_pages(tree, adapters, nodes)
     _check_victims(tree, nodes)
     tree.departures.check_invariants()
+    shares.check(tree.shares, nodes, tree.leaves_whole)
     if tree.host is None:
         assert not any(node.host for node in nodes), "host copies without a host tier"
     else:

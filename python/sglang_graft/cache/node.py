@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from sglang_graft.cache.shares import Share
 
 # (value when pushed, serial, push number, node). The push number keeps tuples comparable when
 # one node has a live and a dead entry of equal value.
@@ -51,6 +54,7 @@ class Node:
     start: pages of KV above it on its path.
     whole: it ends where a request ended; not so once its end was cut off or it is an upper part.
     uses, used_at: the policy's own record of admitted requests that read it.
+    share: whose pages these are; the tree sets it.
     serial: creation order in the tree, the last word in every decision.
     entry: its live record in the victim heap, None if it has none.
     """
@@ -70,6 +74,7 @@ class Node:
         "pages",
         "parent",
         "serial",
+        "share",
         "start",
         "used_at",
         "uses",
@@ -83,6 +88,7 @@ class Node:
         self.edge = edge
         self.parent: Node | None = None
         self.adapter: AdapterNode
+        self.share: Share
         self.children: dict[bytes, Node] = {}
         self.lock = 0
         self.hits = 0

@@ -9,7 +9,7 @@ from sglang_graft.cache.host import HostTier
 from sglang_graft.cache.node import AdapterNode, Node, State
 from sglang_graft.cache.policy import EvictionPolicy
 from sglang_graft.cache.runs import TOKEN_BYTES, detach, split
-from sglang_graft.cache.victims import VictimHeap
+from sglang_graft.cache.shares import NOTHING, Incoming, Share, Shares, ShareVictims
 from sglang_graft.pool.ledger import Owner, PageLedger
 
 
@@ -40,6 +40,7 @@ class TreePages:
         self.ledger = ledger
         self.page_tokens = page_tokens
         self.policy = policy
+        self.shares = Shares(policy)
         self.host = None if host is None else HostTier(host, policy)
         self.on_freed: Callable[[Sequence[int]], None] = _nobody
         self.departures = Departures()
@@ -49,7 +50,7 @@ class TreePages:
         self.dropped_pages = 0
         """Pages of KV that left the device for good."""
         self._page_bytes = page_tokens * TOKEN_BYTES
-        self._victims = VictimHeap(policy)
+        self._victims = ShareVictims(self.shares, self.leaves_whole)
         self._clock = 0
         self._serials = 0
         self._evictable = 0
@@ -80,6 +81,8 @@ class TreePages:
         while step is not None:
             if step.lock == 0:
                 moved += len(step.pages)
+                self._change(step, -len(step.pages))
+                step.share.protected += len(step.pages)
             step.lock += 1
             step = step.parent
         self._evictable -= moved
@@ -94,6 +97,8 @@ class TreePages:
             step.lock -= 1
             if step.lock == 0:
                 moved += len(step.pages)
+                self._change(step, len(step.pages))
+                step.share.protected -= len(step.pages)
                 if step.is_victim():
                     self._victims.push(step)
             step = step.parent
@@ -118,11 +123,17 @@ class TreePages:
     # ---- coming to the device
 
     def load(
-        self, adapter: AdapterNode, *, use_reserve: bool = True, reason: Reason = Reason.ADAPTER
+        self,
+        adapter: AdapterNode,
+        *,
+        use_reserve: bool = True,
+        reason: Reason = Reason.ADAPTER,
+        share: Share | None = None,
     ) -> list[int] | None:
         """Take pages for the weights of an absent adapter: state LOADING, owner IN_FLIGHT.
 
-        Evicts what is missing; with `use_reserve=False` the ledger's reserve stays free. Returns []
+        They become pages of `share`, by default the common one. Evicts what is missing and may
+        leave (see `evict`); with `use_reserve=False` the ledger's reserve stays free. Returns []
         if the adapter is not absent, and None, with nothing changed, if there is no room now. The
         caller copies into the pages and then calls `loaded`; if `adapter.pages` is no longer this
         list by then, the node was evicted meanwhile and the copy is void.
@@ -133,9 +144,11 @@ class TreePages:
             return []
         # An absent adapter has no pages, and nothing below it has: no victim can be its own.
         assert not adapter.device_children, f"adapter {adapter.identity!r} is absent but has KV"
-        pages = self._take(adapter.weight_pages, reason, use_reserve=use_reserve)
+        share = share or self.shares.common
+        pages = self._take(adapter.weight_pages, share, reason, use_reserve=use_reserve)
         if pages is None:
             return None
+        adapter.share = share
         adapter.state = State.LOADING
         adapter.loads += 1
         adapter.pages = pages
@@ -166,7 +179,7 @@ class TreePages:
         assert parent.pages or parent is parent.adapter, f"node {node.serial}: its parent is absent"
         assert node.adapter.state is not State.ABSENT, f"{node.adapter.identity!r} is absent"
         self.lock(parent)  # what follows may evict, but not the path to this node
-        pages = self._take(len(copy.pages), Reason.PROMOTION, use_reserve=use_reserve)
+        pages = self._take(len(copy.pages), node.share, Reason.PROMOTION, use_reserve=use_reserve)
         if pages is not None:
             clock, step = self._tick(), node
             step.last_use = clock
@@ -187,42 +200,58 @@ class TreePages:
 
     # ---- leaving it
 
-    def evict(self, pages: int, reason: Reason = Reason.REQUEST) -> int:
-        """Free at least `pages` pages, or all that nobody holds; returns how many.
+    def evict(
+        self,
+        pages: int,
+        reason: Reason = Reason.REQUEST,
+        *,
+        incoming: Incoming = NOTHING,
+        only: Share | None = None,
+    ) -> int:
+        """Free at least `pages` pages, or all that may leave; returns how many.
 
-        Takes the least valuable leaf first: KV with none below it on the device, or an adapter
-        without KV there. Of KV larger than what is missing only the end goes; weights go whole.
-        O(log n) a victim. Never waits: what has a host copy keeps its place in the tree.
+        What may leave is what no request holds: of each share what it holds beyond its floor, and
+        as many pages as it gets (`incoming`); or anything of one share (`only`). Takes the least
+        valuable leaf first: KV with none below it on the device, or an adapter without KV there.
+        Of KV larger than what is missing only the end goes; weights go whole. O(shares + log n) a
+        victim. Never waits: what has a host copy keeps its place in the tree.
         """
         freed = 0
         run: list[int] = []
         flying: list[int] = []
         if pages > 0 and self.policy.changed():
             self.reprice()
+        budgets = self.shares.budgets(incoming, only) if pages > 0 else {}
         while freed < pages:
-            victim = self._victims.pop()
+            victim = self._victims.pop(budgets)
             if victim is None:
                 break
+            share = victim.share
             self.policy.evicted(victim, self._clock)
             if isinstance(victim, AdapterNode):
                 victim.evictions += 1
                 self.evicted_adapters += 1
-                weights = self._unload(victim)
-                freed += weights
-                self._note(reason, victim, weights)
+                count = self._unload(victim)
             else:
                 landed = self.is_landed(victim)
-                gone = self._cut(victim, pages - freed)
-                freed += len(gone)
-                self._note(reason, victim, len(gone))
+                gone = self._cut(victim, min(pages - freed, budgets[share]))
+                count = len(gone)
+                share.evictable -= count
                 if landed:
                     run += gone
                 else:
                     flying += gone
+            freed += count
+            budgets[share] -= count
+            self._note(reason, victim, count)
         self._free(run, Owner.KV_CACHED)
         self._free(flying, Owner.IN_FLIGHT)
         self._evictable -= freed
         return freed
+
+    def leaves_whole(self, node: Node) -> bool:
+        """Whether eviction takes all of a node or nothing: weights, and KV on its way here."""
+        return node is node.adapter or (node.host is not None and not self.is_landed(node))
 
     def coldest(self, limit: int) -> list[Node]:
         """What eviction would take next, in order; looks at `limit` entries of that order."""
@@ -236,12 +265,23 @@ class TreePages:
 
     # ---- internals
 
-    def _take(self, pages: int, reason: Reason, *, use_reserve: bool) -> list[int] | None:
-        """Free pages, after evicting what is missing; None, and nothing evicted: no room."""
-        room = self.ledger.free - (0 if use_reserve else self.ledger.reserve)
-        if pages > room + self._evictable:
+    def _take(
+        self, pages: int, share: Share, reason: Reason, *, use_reserve: bool
+    ) -> list[int] | None:
+        """Free pages, after evicting what is missing; None, and nothing evicted: no room.
+
+        A share at its cap makes room for itself first.
+        """
+        kept = 0 if use_reserve else self.ledger.reserve
+        incoming = {share: pages}
+        over = share.over_cap(pages)
+        if over > share.evictable:
             return None
-        self.evict(pages - room, reason)
+        if pages > self.ledger.free - kept + self.shares.promised(incoming):
+            return None
+        if over > 0:
+            self.evict(over, Reason.CAP, only=share)
+        self.evict(pages - (self.ledger.free - kept), reason, incoming=incoming)
         taken = self.ledger.take(pages, Owner.IN_FLIGHT, use_reserve=use_reserve)
         assert taken is not None, f"{pages} pages were free, and could not be taken"
         return taken
@@ -249,6 +289,8 @@ class TreePages:
     def _place(self, node: Node, pages: list[int]) -> None:
         """A KV node that had no pages gets some; its parent is on the device."""
         assert node.parent is not None, f"node {node.serial} was evicted"
+        if node.adapter.share is not node.share:
+            self._make_common(node.adapter)
         node.pages = pages
         node.parent.device_children += 1
         node.adapter.kv_pages += len(pages)
@@ -256,12 +298,41 @@ class TreePages:
         self._settle(node)
 
     def _count_new(self, node: Node, pages: int) -> None:
+        share = node.share
+        if self.leaves_whole(node) and pages > share.largest:
+            share.largest = pages
         if node.lock:
             self._protected += pages
+            share.protected += pages
         else:
             self._evictable += pages
+            self._change(node, pages)
             if node.is_victim():
                 self._victims.push(node)
+
+    def _change(self, node: Node, pages: int) -> None:
+        """`pages` more of an unlocked node's pages in the counters of its share."""
+        node.share.evictable += pages
+        if node is node.adapter:
+            node.share.loose_weights += pages
+
+    def _make_common(self, adapter: AdapterNode) -> None:
+        """A second tenant uses an adapter: from now on it belongs to nobody alone."""
+        common, pages = self.shares.common, len(adapter.pages)
+        if adapter.share is common or adapter.identity is None:
+            return
+        self._victims.forget(adapter)
+        if adapter.lock:
+            adapter.share.protected -= pages
+            common.protected += pages
+            adapter.share = common
+        else:
+            self._change(adapter, -pages)
+            adapter.share = common
+            self._change(adapter, pages)
+        common.largest = max(common.largest, pages)
+        if adapter.is_victim():
+            self._victims.push(adapter)
 
     def _cut(self, victim: Node, wanted: int) -> list[int]:
         """Take up to `wanted` pages off the end of a popped victim; the caller frees and counts."""
@@ -311,6 +382,7 @@ class TreePages:
         if adapter.identity is None:
             return 0
         pages, adapter.pages = adapter.pages, []
+        self._change(adapter, -len(pages))
         landed = adapter.state is State.RESIDENT
         self._free(pages, Owner.ADAPTER if landed else Owner.IN_FLIGHT)
         adapter.state = State.ABSENT

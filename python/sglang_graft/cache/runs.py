@@ -70,6 +70,7 @@ def split(lower: Node, serial: int, size: int, page_bytes: int) -> Node:
     upper = Node(serial, lower.key[:size], lower.pages[:pages], lower.edge)
     upper.parent = parent
     upper.adapter = lower.adapter
+    upper.share = lower.share
     upper.lock = lower.lock
     upper.hits = lower.hits
     upper.last_use = lower.last_use

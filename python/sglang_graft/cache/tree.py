@@ -18,6 +18,7 @@ from sglang_graft.cache.runs import (
     shared_bytes,
     token_bytes,
 )
+from sglang_graft.cache.shares import Share
 from sglang_graft.pool.ledger import Owner, PageLedger
 
 
@@ -47,6 +48,7 @@ class UnifiedTree(TreePages):
         self._leaving: dict[int, AdapterNode] = {}  # dropped, still locked; by serial
         self._base = AdapterNode(self._next_serial(), None, 0)
         self._base.state = State.RESIDENT
+        self._base.share = self.shares.common
         self._adapters[None] = self._base
 
     # ---- adapters
@@ -77,6 +79,7 @@ class UnifiedTree(TreePages):
         node = self._adapters.get(identity)
         if node is None:
             node = AdapterNode(self._next_serial(), identity, weight_pages)
+            node.share = self.shares.common
             self._adapters[identity] = node
         elif node.weight_pages != weight_pages:
             raise ValueError(
@@ -163,8 +166,9 @@ class UnifiedTree(TreePages):
         *,
         start: int,
         salt: str = "",
+        share: Share | None = None,
     ) -> Insertion:
-        """Hand the KV of a run to the tree.
+        """Hand the KV of a run to the tree, as pages of `share` (the common one by default).
 
         tokens: the whole run in whole pages.   pages: KV_RUNNING pages of tokens[start:]; the
         caller holds a lock on the path of tokens[:start]. Pages of tokens that are cached already
@@ -196,7 +200,7 @@ class UnifiedTree(TreePages):
             fresh = fresh[count:]
             found += len(node.key)
         if fresh:
-            node = self._append(node, data[found:], fresh, salt)
+            node = self._append(node, data[found:], fresh, salt, share or self.shares.common)
         return Insertion(node, cached, duplicates, held)
 
     # ---- all of it
@@ -281,7 +285,7 @@ class UnifiedTree(TreePages):
         else:
             self._place(node, pages)
 
-    def _append(self, parent: Node, key: bytes, pages: list[int], salt: str) -> Node:
+    def _append(self, parent: Node, key: bytes, pages: list[int], salt: str, share: Share) -> Node:
         """A new leaf, just used."""
         edge = key[: self._page_bytes]
         if salt and parent is parent.adapter:
@@ -289,6 +293,7 @@ class UnifiedTree(TreePages):
         node = Node(self._next_serial(), key, [], edge)
         node.parent = parent
         node.adapter = parent.adapter
+        node.share = share
         node.last_use = self._clock
         node.start = parent.start + len(parent.key) // self._page_bytes
         self.policy.used(node, self._clock, again=False)
@@ -304,6 +309,7 @@ class UnifiedTree(TreePages):
                 self.host.release(node)
             if node.lock == 0:
                 freed += len(node.pages)
+                self._change(node, -len(node.pages))
                 self._victims.forget(node)
                 if node.pages:
                     self._free(node.pages, self._owner(node))

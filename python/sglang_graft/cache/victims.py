@@ -54,18 +54,28 @@ class VictimHeap:
 
     def pop(self) -> Node | None:
         """Remove and return the least valuable evictable leaf; None = there is none."""
-        while (entry := self._take()) is not None:
+        head = self.head()
+        if head is None:
+            return None
+        self._take()
+        node = head[3]
+        node.entry = None
+        return node
+
+    def head(self) -> Entry | None:
+        """The entry of the leaf that `pop` would return, which stays."""
+        while (entry := self._first()) is not None:
             node = entry[3]
-            if node.entry is not entry:
+            live = node.entry is entry
+            if live and node.is_victim() and self._policy.value(node) <= entry[0]:
+                return entry
+            self._take()
+            if not live:
                 self._dead -= 1
                 continue
             node.entry = None
-            if not node.is_victim():
-                continue
-            if self._policy.value(node) > entry[0]:
+            if node.is_victim():
                 self.push(node)
-                continue
-            return node
         return None
 
     def coldest(self, limit: int) -> list[Node]:
@@ -94,12 +104,20 @@ class VictimHeap:
                 if child < len(heap):
                     heapq.heappush(frontier, (heap[child], child))
 
-    def _take(self) -> Entry | None:
+    def _first(self) -> Entry | None:
         """The smallest entry, live or dead."""
         heap, lane = self._heap, self._lane
         if lane and not (heap and heap[0] < lane[0]):
-            return lane.popleft()
-        return heapq.heappop(heap) if heap else None
+            return lane[0]
+        return heap[0] if heap else None
+
+    def _take(self) -> None:
+        """Remove the smallest entry."""
+        heap, lane = self._heap, self._lane
+        if lane and not (heap and heap[0] < lane[0]):
+            lane.popleft()
+        else:
+            heapq.heappop(heap)
 
     def forget(self, node: Node) -> None:
         """The node leaves the tree by another way than `pop`."""
@@ -148,6 +166,10 @@ class VictimHeap:
     def live_serials(self) -> set[int]:
         """Serials of the nodes with a live entry. O(n), for checks."""
         return {entry[1] for entry in self._live()}
+
+    def nodes(self) -> list[Node]:
+        """The nodes with a live entry. O(n), for checks."""
+        return [entry[3] for entry in self._live()]
 
     def _live(self) -> list[Entry]:
         return [entry for entry in (*self._heap, *self._lane) if entry[3].entry is entry]

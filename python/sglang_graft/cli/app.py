@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from sglang_graft import __version__
+from sglang_graft.cli import tenants
 from sglang_graft.cli.top import top
 
 app = typer.Typer(
@@ -16,6 +17,8 @@ app = typer.Typer(
     add_completion=False,
     help="Graft: many LoRA adapters and their KV in one GPU memory pool, for SGLang.",
 )
+
+app.add_typer(tenants.app, name="tenants")
 
 
 app.command()(top)

@@ -33,6 +33,8 @@ def can_schedule(
         _end(req, message)
     elif not req.to_finish and (failure := self.tree_cache.waiting.failure(req)) is not None:
         _end(req, failure)
+    if not self.tree_cache.tenancy.may_start(req):
+        return False  # it keeps nobody else waiting
     if not turns.in_turn(original, self, req, running_loras):
         return False
     if req.to_finish or self.tree_cache.waiting.may_start(req):
@@ -58,9 +60,11 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, **rest: Any) 
     if not residency.is_ready(req.lora_id):
         return AddReqResult.NO_TOKEN
     before = len(self.can_run_list)
-    result = original(self, req, **rest)
+    with cache.asking(req):
+        result = original(self, req, **rest)
     if len(self.can_run_list) > before:
         cache.observed.admitted(req.rid, has_adapter=req.lora_id is not None)
+        cache.tenancy.admitted(req)
         if cache.tiers.prefetch.came_warm(req.rid):
             residency.count_hit(req.lora_id)
     return result
@@ -113,7 +117,8 @@ def preempt_to_schedule(
     extra = tokens - counted + pages * self.page_size + 1
     self.rem_total_token_offset += extra
     try:
-        return original(self, req, server_args)
+        with cache.asking(req):
+            return original(self, req, server_args)
     finally:
         self.rem_total_token_offset -= extra
 

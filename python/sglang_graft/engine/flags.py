@@ -9,13 +9,14 @@ them, so that a flag which parses can never be ignored.
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sglang_graft import config
 from sglang_graft.cache import make_policy
-from sglang_graft.engine import refusals
+from sglang_graft.engine import refusals, tenant_start
 from sglang_graft.engine.hooks import Hook, verify
 from sglang_graft.engine.page_size import default_page_size
 
@@ -87,6 +88,7 @@ def resolve_arguments(original: Callable[[Any], None], server_args: Any) -> None
         return
     verify(HOOKS)
     _check_roots(chosen)
+    tenants = tenant_start.check(chosen.tenants, server_args) if chosen.tenants else None
     make_policy(chosen.policy)  # a wrong name shall not wait for the scheduler process to be found
     refusals.check_requested(server_args)
     _set_defaults(server_args)
@@ -97,7 +99,7 @@ def resolve_arguments(original: Callable[[Any], None], server_args: Any) -> None
     # without Graft.
     from sglang_graft.serving.install import install
 
-    install()
+    install(None if tenants is None else (Path(chosen.tenants), tenants))
 
 
 def _check_roots(chosen: config.GraftConfig) -> None:

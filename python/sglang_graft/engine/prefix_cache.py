@@ -10,6 +10,8 @@ requests beyond their prefix == total, in tokens, whenever it asks.
 
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,11 +30,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, register_radix_cache_backend
 
 from sglang_graft.cache import AdapterNode, Node
+from sglang_graft.cache.shares import Incoming, Share
 from sglang_graft.engine.allocator import ArenaAllocator, upload
 from sglang_graft.engine.flags import BACKEND
 from sglang_graft.engine.observe import Observations
 from sglang_graft.engine.page_table import PageTable
 from sglang_graft.engine.pool import Pool
+from sglang_graft.engine.tenancy import Tenancy
 from sglang_graft.engine.waiting import WaitingRequests
 from sglang_graft.pool import Owner
 from sglang_graft.tiers import Residency, Tiers
@@ -60,6 +64,7 @@ class GraftPrefixCache(BasePrefixCache):
         *,
         keep: bool,
         check: bool,
+        with_tenants: bool = False,
     ) -> None:
         self.pool = pool
         self.tree = pool.tree
@@ -68,6 +73,10 @@ class GraftPrefixCache(BasePrefixCache):
         self.keep = keep
         self.check = check
         self.page_table = PageTable()
+        self.tenancy = Tenancy(self, enabled=with_tenants)
+        # Pages that shares are about to get, while SGLang evicts for a batch.
+        self.incoming: Incoming = {}
+        self._asking: Share | None = None
         self.waiting = WaitingRequests(self)
         self.observed = Observations()
         # Wall time, for display and histograms only.
@@ -134,10 +143,11 @@ class GraftPrefixCache(BasePrefixCache):
             own = self.page_table.get(row)
             handed = (aligned - start) // self.page_size
             adapter, salt = self.namespace(req)
-            result = self.tree.insert(
-                adapter, _tokens(ids, aligned), own[:handed], start=start, salt=salt
-            )
+            share = self.tenancy.kv_share(req)
             self.page_table.replace(row, own[handed:])
+            result = self.tree.insert(
+                adapter, _tokens(ids, aligned), own[:handed], start=start, salt=salt, share=share
+            )
             if result.duplicates:
                 # The tree had these tokens already: from here on the request reads the tree's.
                 indices = upload(self.pool.layout.dense_ids(result.pages), self.device)
@@ -165,7 +175,8 @@ class GraftPrefixCache(BasePrefixCache):
             handed = (aligned - start) // size
             adapter, salt = self.namespace(req)
             tokens = _tokens(req.origin_input_ids + req.output_ids, aligned)
-            self.tree.insert(adapter, tokens, own[:handed], start=start, salt=salt)
+            share = self.tenancy.kv_share(req)
+            self.tree.insert(adapter, tokens, own[:handed], start=start, salt=salt, share=share)
         self.pool.ledger.give(own[handed:], Owner.KV_RUNNING)
         if req.last_node is not None:
             self.tree.unlock(req.last_node)
@@ -189,14 +200,30 @@ class GraftPrefixCache(BasePrefixCache):
     def evict(self, params: EvictParams) -> EvictResult:
         """Free pages for at least `num_tokens` tokens, of KV and adapters alike."""
         start = time.perf_counter()
-        freed = self.tree.evict(self.pool.layout.pages_for(params.num_tokens)) * self.page_size
+        pages = self.pool.layout.pages_for(params.num_tokens)
+        freed = self.tree.evict(pages, incoming=self.incoming) * self.page_size
         self.update_eviction_metrics(freed, start)
         self._checked()
         return EvictResult(num_tokens_evicted=freed)
 
     def evictable_size(self) -> int:
-        """Tokens' worth of pages that nobody holds, weights included."""
+        """Tokens' worth of pages that nobody holds, weights included.
+
+        While a request is considered (`asking`) only those that it may count upon: what floors
+        of other tenants keep is not there for it, so this may be negative.
+        """
+        if self._asking is not None:
+            return self.tree.shares.reach(self._asking) * self.page_size
         return self.tree.evictable * self.page_size
+
+    @contextmanager
+    def asking(self, req: Any) -> Iterator[None]:
+        """Until the block ends, sizes are those that this request may count upon."""
+        self._asking = self.tenancy.share(req)
+        try:
+            yield
+        finally:
+            self._asking = None
 
     def full_evictable_size(self) -> int:
         """As `evictable_size`: there is one kind of KV."""
@@ -239,11 +266,10 @@ class GraftPrefixCache(BasePrefixCache):
         A registration that has gone meanwhile gets the base model's node here; the admission hook
         ends such a request before anything is computed for it.
         """
-        extra = req.extra_key or ""
+        salt = self.tenancy.read(req)[2]
         if req.lora_id is None:
-            return self.tree.base, extra
-        node = self.residency.node(req.lora_id)
-        return node or self.tree.base, extra.removesuffix(req.lora_id)
+            return self.tree.base, salt
+        return self.residency.node(req.lora_id) or self.tree.base, salt
 
     def check_now(self) -> None:
         """Walk everything, if that was asked for."""
@@ -253,6 +279,7 @@ class GraftPrefixCache(BasePrefixCache):
         if self.check:
             self.pool.check_invariants()
             self.tiers.check_invariants()
+            self.page_table.check_invariants(self.tree.shares)
             running = self.pool.ledger.count(Owner.KV_RUNNING)
             held = self.page_table.pages()
             # Pages of an allocation that its request's row has not received yet are not counted.

@@ -21,6 +21,7 @@ from sglang_graft.engine import (
     lora_manager,
     page_table,
     prefix_cache,
+    tenants,
     turns,
     waiting,
 )
@@ -39,6 +40,7 @@ HOOKS = (
     *background_load.HOOKS,
     *admission.HOOKS,
     *turns.HOOKS,
+    *tenants.HOOKS,
     *waiting.HOOKS,
     *control.HOOKS,
     *flush.HOOKS,
@@ -64,14 +66,18 @@ def make_prefix_cache(ctx: Any) -> prefix_cache.GraftPrefixCache:
         options,
         len(HOOKS),
     )
-    return prefix_cache.GraftPrefixCache(
+    cache = prefix_cache.GraftPrefixCache(
         pool,
         residency,
         manager.tiers,
         ctx.params,
         keep=not ctx.disable_radix_cache,
         check=options.check,
+        with_tenants=bool(options.tenants),
     )
+    if options.tenants:
+        tenants.set_from_file(cache, options.tenants)
+    return cache
 
 
 def install() -> None:

@@ -56,7 +56,7 @@ class WaitingRequests:
         if self.cache.keep:
             # The last token is always computed, so no cached page that holds it helps.
             tokens = array("q", (req.origin_input_ids + req.output_ids)[: length - 1])
-        wish = Wish(req.rid, node, tokens, salt)
+        wish = Wish(req.rid, node, tokens, salt, self.cache.tenancy.share(req))
         self._wishes[req.rid] = (length, wish)
         return wish
 
@@ -69,6 +69,16 @@ def reserved_pages(scheduler: Any, running_batch: Any) -> int:
     return pages
 
 
+def running(scheduler: Any, running_batch: Any) -> list[Any]:
+    """Requests that have been admitted and have not ended."""
+    found = {id(req): req for req in running_batch.reqs}
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        found |= {id(req): req for req in (batch.reqs if batch is not None else ())}
+    if scheduler.chunked_req is not None:
+        found[id(scheduler.chunked_req)] = scheduler.chunked_req
+    return [req for req in found.values() if not req.finished()]
+
+
 def begin_pass(self: Any, prefill_delayer_single_pass: Any, running_batch: Any) -> None:
     """BEFORE `_get_new_batch_prefill_raw`."""
     cache: GraftPrefixCache = self.tree_cache
@@ -78,6 +88,8 @@ def begin_pass(self: Any, prefill_delayer_single_pass: Any, running_batch: Any) 
     cache.observed.begin_pass(busy=bool(self.waiting_queue) or not idle)
     note_forward_stream(self)
     cache.pool.ledger.reserve = reserved_pages(self, running_batch)
+    if cache.tenancy.enabled:
+        cache.tenancy.begin_pass(running(self, running_batch), self.waiting_queue)
     cache.waiting.step(self.waiting_queue)
     cache.check_now()
 

@@ -1,5 +1,7 @@
 """Hooks of the HTTP process, installed once `--enable-graft` is known."""
 
+from pathlib import Path
+
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_graft.engine.hooks import register, verify
@@ -17,9 +19,13 @@ from sglang_graft.serving import (
     request_metrics,
     route_table,
     routes,
+    tenant_requests,
+    tenant_routes,
+    tenants,
     tokenized_checks,
     unload,
 )
+from sglang_graft.tenants import Tenant
 
 HOOKS = (
     *registry.HOOKS,
@@ -32,6 +38,8 @@ HOOKS = (
     *ollama.HOOKS,
     *route_table.HOOKS,
     *routes.HOOKS,
+    *tenant_requests.HOOKS,
+    *tenant_routes.HOOKS,
     *load.HOOKS,
     *load_paths.HOOKS,
     *unload.HOOKS,
@@ -41,8 +49,10 @@ HOOKS = (
 _installed: list[bool] = []
 
 
-def install() -> None:
-    """Register, apply and verify the hooks; the second call does nothing."""
+def install(with_tenants: tuple[Path, dict[str, Tenant]] | None = None) -> None:
+    """Register, apply and verify the hooks, which a second call does not repeat; set the tenants
+    of this process, and the file that they are from."""
+    tenants.set_current(None if with_tenants is None else tenants.Tenants(*with_tenants))
     if not _installed:
         register(HOOKS)
         HookRegistry.apply_hooks()

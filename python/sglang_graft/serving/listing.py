@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ModelCard
 
-from sglang_graft.serving import names
+from sglang_graft.serving import names, tenants
 from sglang_graft.serving.adapter_store import on_demand
 
 
@@ -26,12 +26,15 @@ async def models() -> Any:
             card.root = manager.server_args.model_path
     for folder in await on_demand(manager).listed():
         listing.data.append(_card(folder.name, str(folder.path), manager))
+    listing.data = tenants.visible_cards(listing.data)
     return listing
 
 
 async def model(model: str) -> Any:
     """One of them, 404 for a name that requests could not use."""
     manager: Any = http_server.get_global_state().tokenizer_manager
+    if not tenants.may_use(None if model == manager.served_model_name else model):
+        return tenants.no_such_model(model)
     ref = manager.lora_ref_cache.get(model)
     if ref is not None:
         return _card(model, ref.lora_path, manager)

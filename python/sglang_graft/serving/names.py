@@ -15,7 +15,7 @@ from fastapi import HTTPException
 
 from sglang_graft.adapters.folder_names import ANY_MODEL, without_base
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.serving import chat_templates
+from sglang_graft.serving import chat_templates, tenants
 from sglang_graft.serving.adapter_store import base_names, on_demand
 from sglang_graft.serving.choice import agreed
 from sglang_graft.serving.on_demand import RefusedError
@@ -37,9 +37,14 @@ def serve_over_http() -> None:
         _over_http.append(True)
 
 
+def nothing_sent() -> bool:
+    """Whether the answer to the request under way has not begun, though it will be a stream."""
+    return _before_stream.get()
+
+
 def unknown(name: str, loaded: Collection[str], base: str) -> str:
     """The message for a name that is neither an adapter nor the base model."""
-    names = ", ".join(sorted(loaded)) or "none"
+    names = ", ".join(sorted(tenants.visible(loaded))) or "none"
     return f"No adapter or model named {name!r} is loaded. Loaded adapters: {names}. Base: {base}."
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
 
 from sglang_graft.engine.hooks import Hook
+from sglang_graft.serving import tenants
 
 
 class GraftRegistry(LoRARegistry):
@@ -88,7 +89,7 @@ class GraftRegistry(LoRARegistry):
         if ref is None:
             raise ValueError(
                 f"adapter {name} was unloaded while this request was on its way. Loaded adapters:"
-                f" {', '.join(sorted(self._registry)) or 'none'}"
+                f" {', '.join(sorted(tenants.visible(self._registry))) or 'none'}"
             )
         self._registry.move_to_end(name)
         return ref.lora_id

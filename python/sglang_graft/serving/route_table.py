@@ -51,7 +51,8 @@ _PATHS = {
     """,
     Does.SHOWS: "/graft /graft/page/{name}",
     Does.OPERATES: """
-        /graft/pool /graft/requests /graft/overview /list_external_corpora /is_scaling_elastic_ep
+        /graft/pool /graft/requests /graft/overview /graft/tenants
+        /list_external_corpora /is_scaling_elastic_ep
         /get_weights_by_name
         /get_remote_instance_transfer_engine_info /remote_instance_transfer_engine_info
     """,

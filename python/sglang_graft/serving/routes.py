@@ -14,7 +14,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.serving import metrics_routes, names, page_routes
+from sglang_graft.serving import metrics_routes, names, page_routes, tenant_routes, vllm_routes
 from sglang_graft.serving.control import ask
 from sglang_graft.serving.load_input import LoadInput
 from sglang_graft.serving.registry import in_flight
@@ -22,7 +22,13 @@ from sglang_graft.serving.registry import in_flight
 router = APIRouter(prefix="/graft", tags=["graft"])
 LOAD_PATH = "/load_lora_adapter"
 
-ROUTERS = (router, vllm_routes.router, metrics_routes.router, page_routes.router)
+ROUTERS = (
+    router,
+    vllm_routes.router,
+    metrics_routes.router,
+    page_routes.router,
+    tenant_routes.router,
+)
 """All routes that Graft adds."""
 
 
@@ -99,6 +105,10 @@ def add_routes(
     http_server.app.add_middleware(bad_input.BodyErrors)
     http_server.app.add_middleware(
         ModelGuard, manager=lambda: http_server._global_state.tokenizer_manager
+    )
+    # Last, so that it is around all others: nothing looks at a request before its key was seen.
+    tenant_routes.add_gate(
+        http_server.app, server_args, lambda: http_server._global_state.tokenizer_manager
     )
     templates = chat_templates.RequestTemplates(template_manager)
     return (server_args, tokenizer_manager, templates, *others), more

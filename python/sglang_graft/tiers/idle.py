@@ -31,7 +31,10 @@ class IdlePromotion:
             return
         for node in self._candidates():
             assert node.host is not None, f"node {node.serial} has no host copy to promote"
-            if len(node.host.pages) > self.tree.ledger.free - self.tree.ledger.reserve:
+            pages = len(node.host.pages)
+            if pages > self.tree.ledger.free - self.tree.ledger.reserve:
+                continue
+            if node.share.over_cap(pages) > 0:
                 continue
             if isinstance(node, AdapterNode):
                 taken = self.tree.load(node, use_reserve=False)

@@ -13,9 +13,11 @@ import enum
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from sglang_graft.cache import AdapterNode, Node, State, UnifiedTree
+from sglang_graft.cache.shares import Share
 from sglang_graft.tiers.counters import Counters
 from sglang_graft.tiers.images import Images
 from sglang_graft.tiers.rates import Rates
@@ -31,12 +33,16 @@ THRASH_WINDOW = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wish:
-    """A waiting request: `key` is its id, `tokens` its prompt, `salt` the client's cache space."""
+    """A waiting request: `key` is its id, `tokens` its prompt, `salt` the client's cache space.
+
+    Its adapter is loaded as pages of `share`, None is the common one.
+    """
 
     key: str
     node: AdapterNode
     tokens: array[int]
     salt: str = ""
+    share: Share | None = None
 
 
 class Need(enum.Enum):
@@ -46,6 +52,7 @@ class Need(enum.Enum):
     DISK = "disk"  # its image is being read
     COPY = "copy"  # its bytes are on their way to the device
     ROOM = "room"  # no pages for its adapter now
+    CAP = "cap"  # no pages for its adapter below the cap of its share: nobody else can help
     FAILED = "failed"  # its image could not be read
 
 
@@ -168,9 +175,11 @@ class Prefetch:
             return Need.DISK
         if not host.is_readable(node):
             return Need.DISK
-        left = node.left
-        if not self._with_wanted_held(wish, lambda: self.tree.load(node, use_reserve=False)):
-            return Need.ROOM
+        left, share = node.left, wish.share
+        load = partial(self.tree.load, node, use_reserve=False, share=share)
+        if not self._with_wanted_held(wish, load):
+            capped = share is not None and share.over_cap(node.weight_pages) > 0
+            return Need.CAP if capped else Need.ROOM
         self.transfers.load(node)
         self._count_move(node, left, loads=1)
         return Need.COPY

@@ -105,7 +105,7 @@ def test_a_leaf_missing_from_the_heap(tree, run):
 
 
 def test_a_heap_out_of_order(tree):
-    tree._victims._lane.reverse()
+    tree.shares.common.victims._lane.reverse()
     broken(tree, "out of order")
 
 

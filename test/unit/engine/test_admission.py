@@ -1,5 +1,6 @@
 """What enters the waiting queue can be admitted once nothing runs, and preemption loses nobody."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,9 @@ def scheduler(weight_pages: int, pinned: int = 0) -> Any:
     """
     nodes = {None: AdapterNode(1, None, 0), "a": AdapterNode(2, "weights", weight_pages)}
     pins = SimpleNamespace(pages=lambda without: pinned)
-    cache = SimpleNamespace(residency=SimpleNamespace(node=nodes.get, pins=pins))
+    cache = SimpleNamespace(
+        residency=SimpleNamespace(node=nodes.get, pins=pins), asking=lambda req: nullcontext()
+    )
     return SimpleNamespace(tree_cache=cache, page_size=PAGE, max_total_num_tokens=POOL_PAGES * PAGE)
 
 

@@ -1,0 +1,221 @@
+"""Tenants in the scheduler: whose a request is, whose turn it is, and what a cap holds back.
+
+`GraftPrefixCache` has one of these. Without a tenants file every request belongs to the common
+share and nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_graft.cache.shares import Share, Shares
+from sglang_graft.engine.pinning import pages_wanted
+from sglang_graft.tenants import carrier
+from sglang_graft.tiers.residency import PAGES_OF_A_REQUEST
+
+if TYPE_CHECKING:
+    from sglang_graft.engine.prefix_cache import GraftPrefixCache
+
+
+ATTRIBUTE = "graft_share"
+"""Where a request keeps its share once it is known."""
+
+
+def is_kept(req: Any) -> bool:
+    """Whether the tenant of a running request holds no more than its floor."""
+    share: Share | None = getattr(req, ATTRIBUTE, None)
+    return share is not None and 0 < share.held <= share.floor
+
+
+@dataclass(frozen=True)
+class Limits:
+    """One tenant as the scheduler sees it; floor and cap in pages."""
+
+    floor: int
+    cap: int | None
+    priority: int
+
+
+class Tenancy:
+    """Shares, priorities and promises of one scheduler."""
+
+    def __init__(self, cache: GraftPrefixCache, *, enabled: bool) -> None:
+        self.cache = cache
+        self.enabled = enabled
+        self.shares: Shares = cache.tree.shares
+        self.priorities: dict[str, int] = {}
+        # What the requests that run may come to take, by share: pages, and adapters by serial.
+        self._pages: dict[Share, int] = {}
+        self._adapters: dict[Share, set[int]] = {}
+
+    # ---- whose
+
+    def read(self, req: Any) -> tuple[str, bool, str]:
+        """(tenant, whether its KV is shared, salt) of a request."""
+        text = (req.extra_key or "").removesuffix(req.lora_id or "")
+        return carrier.decode(text) if self.enabled else ("", False, text)
+
+    def share(self, req: Any) -> Share:
+        """The share that the running KV and the adapters of a request count for."""
+        if not self.enabled:
+            return self.shares.common
+        share: Share | None = getattr(req, ATTRIBUTE, None)
+        if share is None:
+            share = self.shares.get(self.read(req)[0])
+            setattr(req, ATTRIBUTE, share)
+        return share
+
+    def kv_share(self, req: Any) -> Share:
+        """The share that its cached KV counts for."""
+        tenant, shared, _ = self.read(req)
+        return self.shares.common if shared else self.shares.get(tenant)
+
+    # ---- limits
+
+    def set_limits(self, wanted: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over the limits of all tenants. ValueError, with nothing changed, if they cannot
+        hold: all floors beside the pinned adapters, the largest adapter and the smallest request.
+        """
+        total = self.cache.tree.ledger.total
+        found = {name: _resolve(name, fields, total) for name, fields in wanted.items()}
+        floors = sum(limits.floor for limits in found.values())
+        pinned = self.cache.residency.pins.pages()
+        largest = self.largest_adapter()
+        if floors and floors + pinned + largest + PAGES_OF_A_REQUEST > total:
+            raise ValueError(
+                f"page_floor: all floors together are {floors} pages, wanted at most"
+                f" {max(0, total - pinned - largest - PAGES_OF_A_REQUEST)}: the pool has {total},"
+                f" pinned adapters hold {pinned}, the largest adapter needs {largest} and a request"
+                f" {PAGES_OF_A_REQUEST}"
+            )
+        self.shares.limit({name: (limits.floor, limits.cap) for name, limits in found.items()})
+        self.priorities = {name: limits.priority for name, limits in found.items()}
+
+    def largest_adapter(self) -> int:
+        """Pages of the largest adapter that is known."""
+        return max((node.weight_pages for node in self.cache.tree.adapters()), default=0)
+
+    def room(self, req: Any) -> int:
+        """Pages that a request could have when nothing else runs: its cap, and what floors leave.
+
+        Weights leave whole, so each floor may keep most of one adapter more.
+        """
+        share = self.share(req)
+        slack = max(0, self.largest_adapter() - 1)
+        floors = sum(s.floor + slack for s in self.shares if s.floor and s is not share)
+        pinned = self.cache.residency.pins.pages(without=self.cache.residency.node(req.lora_id))
+        room = self.cache.tree.ledger.total - floors - pinned
+        return room if share.cap is None else min(room, share.cap)
+
+    def enforce_caps(self) -> None:
+        """Take from each share what it holds above its cap and nobody needs."""
+        for share in self.shares:
+            over = share.over_cap()
+            if over > 0:
+                self.cache.tree.evict(over, only=share)
+
+    # ---- turns
+
+    def begin_pass(self, running: Iterable[Any], queue: list[Any]) -> None:
+        """A pass over the waiting queue: caps hold, promises are counted, turns are fair."""
+        self._pages, self._adapters = {}, {}
+        counts: dict[Share, int] = {}
+        for req in running:
+            self.admitted(req)
+            share = self.share(req)
+            counts[share] = counts.get(share, 0) + 1
+        self.enforce_caps()
+        self.order(queue, counts)
+        self._make_room(queue)
+
+    def _make_room(self, queue: list[Any]) -> None:
+        """Evict for the first in line what it could not count upon, but gets by trying.
+
+        A promise leaves out weights that others' KV may stand upon, and the last part of an
+        adapter. Without this, such pages would wait for a request that waits for them.
+        """
+        req = next((req for req in queue if not req.to_finish), None)
+        if req is None or not self.shares.floors():
+            return
+        tree, share = self.cache.tree, self.share(req)
+        need = min(self._demand(req, share), tree.ledger.total)
+        if tree.ledger.free + self.shares.reach(share) < need:
+            tree.evict(need - tree.ledger.free, incoming={share: need})
+
+    def order(self, queue: list[Any], running: Mapping[Share, int]) -> None:
+        """Sort the waiting queue in place: priority, then who is below its floor, then round robin.
+
+        The nth waiting request of a tenant with m running ones comes in round m + n; in a round
+        the order is the queue's, which SGLang's own policy made.
+        """
+        if not self.enabled or len(queue) < 2:
+            return
+        rounds = dict(running)
+        keys: dict[int, tuple[int, int, int, int]] = {}
+        for place, req in enumerate(queue):
+            share = self.share(req)
+            turn = rounds.get(share, 0)
+            rounds[share] = turn + 1
+            below = share.floor > 0 and share.held <= share.floor
+            priority = self.priorities.get(share.name, 0)
+            keys[place] = (-priority, 0 if below else 1, turn, place)
+        queue[:] = [queue[place] for place in sorted(keys, key=keys.__getitem__)]
+
+    def may_start(self, req: Any) -> bool:
+        """Whether a waiting request fits below its tenant's cap beside those that run."""
+        share = self.share(req)
+        if share.cap is None or req.to_finish:
+            return True
+        promised = self._pages.get(share, 0)
+        return promised + self._demand(req, share) <= share.cap
+
+    def admitted(self, req: Any) -> None:
+        """A request runs, and may take what it asked for."""
+        share = self.share(req)
+        if share.cap is None:
+            return
+        self._pages[share] = self._pages.get(share, 0) + self._demand(req, share)
+        node = self.cache.residency.node(req.lora_id)
+        if node is not None:
+            self._adapters.setdefault(share, set()).add(node.serial)
+
+    def _demand(self, req: Any, share: Share) -> int:
+        """Pages that a request may come to hold, with its adapter if no other counts it."""
+        node = self.cache.residency.node(req.lora_id)
+        known = node is None or node.serial in self._adapters.get(share, ())
+        weights = 0 if known or node is None else node.weight_pages
+        return pages_wanted(req, self.cache.page_size) + weights
+
+    def report(self) -> dict[str, Any]:
+        """Pages of each tenant."""
+        rows = {s.name: _row(s) for s in self.shares if s is not self.shares.common}
+        return {"tenants": rows, "common": _row(self.shares.common)}
+
+
+def _row(share: Share) -> dict[str, int | None]:
+    return {
+        "held": share.held,
+        "running": share.running,
+        "in_use": share.protected,
+        "evictable": share.evictable,
+        "floor": share.floor,
+        "cap": share.cap,
+    }
+
+
+def _resolve(name: str, fields: Mapping[str, Any], total: int) -> Limits:
+    """Floor and cap in pages; a fraction is one of the pool."""
+
+    def pages(value: int | float) -> int:
+        return int(value * total) if isinstance(value, float) else value
+
+    floor, cap = pages(fields["page_floor"]), fields["page_cap"]
+    cap = None if cap is None else pages(cap)
+    if cap is not None and (floor > cap or cap < PAGES_OF_A_REQUEST):
+        raise ValueError(
+            f"tenant {name}: page_cap: wanted at least its page_floor ({floor}) and"
+            f" {PAGES_OF_A_REQUEST} for a request, got {cap} pages of {total}"
+        )
+    return Limits(floor, cap, int(fields["priority"]))
