@@ -2,6 +2,7 @@
 
 from sglang_graft.cache.cost import Cost, Prices
 from sglang_graft.cache.elora import Elora
+from sglang_graft.cache.forecast import Forecast, Loss, forecast
 from sglang_graft.cache.host import HostTier
 from sglang_graft.cache.node import AdapterNode, HostCopy, Insertion, Match, Node, State
 from sglang_graft.cache.policies import make_policy, policy_names
@@ -14,9 +15,11 @@ __all__ = [
     "Cost",
     "Elora",
     "EvictionPolicy",
+    "Forecast",
     "HostCopy",
     "HostTier",
     "Insertion",
+    "Loss",
     "Lru",
     "Match",
     "Node",
@@ -26,6 +29,7 @@ __all__ = [
     "State",
     "Tier",
     "UnifiedTree",
+    "forecast",
     "make_policy",
     "policy_names",
 ]
