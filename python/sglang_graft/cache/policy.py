@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sglang_graft.cache.node import AdapterNode, Node
 
-
 PRIORITY_TICKS = 1024
 """Under `lru`, how much later a node counts as used for each step of its adapter's priority."""
 PRIORITY_WEIGHT = 2.0

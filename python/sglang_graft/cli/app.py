@@ -9,12 +9,17 @@ import typer
 from rich.console import Console
 
 from sglang_graft import __version__
+from sglang_graft.cli import adapters, sync
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     help="Graft: many LoRA adapters and their KV in one GPU memory pool, for SGLang.",
 )
+
+
+app.add_typer(adapters.app, name="adapters")
+app.command()(sync.sync)
 
 
 @app.callback()

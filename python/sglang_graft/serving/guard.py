@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 
 from sglang_graft.serving import names
 from sglang_graft.serving.adapter_store import base_names, on_demand
+from sglang_graft.serving.aliases import aliases
 from sglang_graft.serving.on_demand import RefusedError
 from sglang_graft.serving.route_table import OLLAMA_CHAT, OLLAMA_GENERATE
 
@@ -64,7 +65,7 @@ class ModelGuard:
         if not isinstance(model, str):
             return None
         manager = self.manager()
-        loaded, base = manager.lora_ref_cache, manager.served_model_name
+        loaded, base = names.known(manager), manager.served_model_name
         try:
             adapter = names.adapter_of_model(model, loaded, base_names(manager))
         except KeyError:
@@ -76,6 +77,7 @@ class ModelGuard:
             return None
         if not ROUTES[path]:
             return _error(400, f"{path} serves no adapters yet, wanted the base model {base!r}")
+        adapter = aliases(manager).resolve(adapter)
         try:
             async with on_demand(manager).hold([adapter]):
                 return None  # and if it is unloaded right now, the handler finds the next one

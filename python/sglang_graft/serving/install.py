@@ -4,6 +4,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_graft.engine.hooks import register, verify
 from sglang_graft.serving import (
+    aliases,
     load,
     load_paths,
     names,
@@ -23,6 +24,7 @@ HOOKS = (
     *load.HOOKS,
     *load_paths.HOOKS,
     *unload.HOOKS,
+    *aliases.HOOKS,
 )
 _installed: list[bool] = []
 

@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, LoRAUpdateOut
 
 from sglang_graft.engine.freed import Freed
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.serving import load_paths, names, unload
+from sglang_graft.serving import aliases, load_paths, names, unload
 
 
 async def load(
@@ -37,10 +37,10 @@ async def load(
 async def _load(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any) -> Any:
     name = obj.lora_name
     base = {manager.served_model_name, manager.server_args.model_path}
-    if (reason := names.reserved(name, base)) is not None:
-        return LoRAUpdateOutput(success=False, error_message=reason)
     plain = LoadLoRAAdapterReqInput(lora_name=name, lora_path=obj.lora_path, pinned=obj.pinned)
     async with manager.lora_registry.load_lock:
+        if (reason := names.reserved(name, base) or aliases.taken(manager, name)) is not None:
+            return LoRAUpdateOutput(success=False, error_message=reason)
         if manager.lora_registry.ref(name) is None:
             result = await original(manager, plain, None)
             return unload.with_freed(result, Freed(0, 0, 0), 0) if result.success else result

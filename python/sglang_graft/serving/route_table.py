@@ -49,11 +49,12 @@ _PATHS = {
         {OLLAMA_CHAT} {OLLAMA_GENERATE}
     """,
     Does.OPERATES: """
-        /graft/pool /graft/requests /list_external_corpora /is_scaling_elastic_ep
-        /get_weights_by_name
+        /graft/pool /graft/requests /graft/why/{name:path}
+        /list_external_corpora /is_scaling_elastic_ep /get_weights_by_name
         /get_remote_instance_transfer_engine_info /remote_instance_transfer_engine_info
     """,
     Does.CHANGES: """
+        /graft/adapters /graft/adapters/{name:path} /graft/aliases /graft/aliases/{alias:path}
         /set_internal_state /flush_cache /add_external_corpus /remove_external_corpus
         /clear_hicache_storage_backend /hicache/storage-backend/clear /hicache/storage-backend
         /start_profile /stop_profile /set_trace_level /freeze_gc /configure_logging

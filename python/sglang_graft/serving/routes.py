@@ -14,7 +14,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.serving import names
+from sglang_graft.serving import adapter_routes, names
 from sglang_graft.serving.control import ask
 from sglang_graft.serving.guard import ModelGuard
 from sglang_graft.serving.load_input import LoadInput
@@ -80,6 +80,7 @@ def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
     names.serve_over_http()
     replace_route(http_server.app)
     http_server.app.include_router(router)
+    http_server.app.include_router(adapter_routes.router)
     listing.add_to(http_server.app)
     http_server.app.add_middleware(
         ModelGuard, manager=lambda: http_server._global_state.tokenizer_manager
