@@ -3,6 +3,7 @@
 from sglang_graft.cache.cost import Cost, Prices
 from sglang_graft.cache.departures import Departure, Departures, Reason
 from sglang_graft.cache.elora import Elora
+from sglang_graft.cache.forecast import Forecast, Loss, forecast
 from sglang_graft.cache.host import HostTier
 from sglang_graft.cache.node import AdapterNode, HostCopy, Insertion, Match, Node, State
 from sglang_graft.cache.policies import make_policy, policy_names
@@ -17,9 +18,11 @@ __all__ = [
     "Departures",
     "Elora",
     "EvictionPolicy",
+    "Forecast",
     "HostCopy",
     "HostTier",
     "Insertion",
+    "Loss",
     "Lru",
     "Match",
     "Node",
@@ -30,6 +33,7 @@ __all__ = [
     "State",
     "Tier",
     "UnifiedTree",
+    "forecast",
     "make_policy",
     "policy_names",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_graft.cache.node import AdapterNode, Node
-from sglang_graft.cache.policy import EvictionPolicy
+from sglang_graft.cache.policy import EvictionPolicy, weight
 from sglang_graft.cache.rates import Rates
 from sglang_graft.cache.runs import TOKEN_BYTES
 
@@ -67,6 +67,8 @@ class Cost(EvictionPolicy):
     still, and lose to plain recency where it moves (docs/replay.md). An adapter keeps its count
     while it is off the device. Values never fall between uses or by a use.
 
+    The weight of the adapter's priority multiplies the price.
+
     A next turn of a conversation (`again`) makes its path as fresh as a first one but adds nothing
     to the count: turns come in a row and then stop, and an adapter or a shared prompt would be
     taken for popular after each of them.
@@ -83,11 +85,13 @@ class Cost(EvictionPolicy):
 
     def value(self, node: Node) -> float:
         """Level below which it does not fall."""
-        return node.used_at + max(1.0, node.uses) * self.prices.seconds_per_page(node)
+        price = self.prices.seconds_per_page(node) * weight(node)
+        return node.used_at + max(1.0, node.uses) * price
 
     def host_value(self, node: Node) -> float:
         """The same with what the host copy saves."""
-        return node.used_at + max(1.0, node.uses) * self.prices.host_seconds_per_page(node)
+        price = self.prices.host_seconds_per_page(node) * weight(node)
+        return node.used_at + max(1.0, node.uses) * price
 
     def used(self, node: Node, clock: int, *, again: bool) -> None:
         """Count it, and make it as young as any."""
@@ -107,5 +111,6 @@ class Cost(EvictionPolicy):
     def _aged(self, node: Node) -> float:
         if not node.uses:
             return 0.0
-        idle = (self.level - node.used_at) / self.prices.lost_seconds_per_page(node)
+        price = self.prices.lost_seconds_per_page(node) * weight(node)
+        idle = (self.level - node.used_at) / price
         return max(0.0, node.uses - idle)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 
 from sglang_graft.cache.cost import Prices
 from sglang_graft.cache.node import AdapterNode, Node
-from sglang_graft.cache.policy import EvictionPolicy
+from sglang_graft.cache.policy import EvictionPolicy, weight
 
 
 class Elora(EvictionPolicy):
@@ -21,7 +21,8 @@ class Elora(EvictionPolicy):
 
     Different from the paper: eviction happens when room is needed, not by a swapper every 100 ms
     that holds the pool between 70 % and full; a node is not cut into equal blocks; time is the
-    logical clock, `ticks` of it a unit of idle time, and the 5 s of the window are requests.
+    logical clock, `ticks` of it a unit of idle time, and the 5 s of the window are requests. The
+    weight of an adapter's priority is one more factor.
 
     Values are logarithms. The factor of idle time is taken relative to exp(-now / ticks), which
     changes no order and makes values rise with time where the printed ones all fall.
@@ -48,7 +49,7 @@ class Elora(EvictionPolicy):
         seconds = self.prices.rates.load_seconds(max(1, size))
         reward = self._bonus if isinstance(node, AdapterNode) else 0.0
         idle = _log_sum(-self._now / self.ticks, -node.used_at / self.ticks)
-        return reward + math.log(seconds * max(1.0, node.uses)) - idle
+        return reward + math.log(seconds * max(1.0, node.uses) * weight(node)) - idle
 
     def used(self, node: Node, clock: int, *, again: bool) -> None:
         """One more visit."""

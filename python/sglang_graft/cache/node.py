@@ -122,6 +122,7 @@ class AdapterNode(Node):
     loads, evictions: how often the weights came and went.
     demoted_pages, dropped_pages: pages of its KV that left the device, for the host or for good.
     dropped: forgotten by the tree; it matches nothing and leaves with its last lock.
+    priority: how much longer it and its KV stay than others, in steps; see `policy`.
     """
 
     __slots__ = (
@@ -133,6 +134,7 @@ class AdapterNode(Node):
         "identity",
         "kv_pages",
         "loads",
+        "priority",
         "state",
         "weight_pages",
     )
@@ -150,6 +152,7 @@ class AdapterNode(Node):
         self.loads = 0
         self.evictions = 0
         self.dropped = False
+        self.priority = 0
 
 
 class Match(NamedTuple):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sglang_graft.cache.departures import Departures, Reason
 from sglang_graft.cache.host import HostTier
-from sglang_graft.cache.node import AdapterNode, Node, State
+from sglang_graft.cache.node import AdapterNode, Entry, Node, State
 from sglang_graft.cache.policy import EvictionPolicy
 from sglang_graft.cache.runs import TOKEN_BYTES, detach, split
 from sglang_graft.cache.shares import NOTHING, Incoming, Share, Shares, ShareVictims
@@ -256,6 +256,10 @@ class TreePages:
     def coldest(self, limit: int) -> list[Node]:
         """What eviction would take next, in order; looks at `limit` entries of that order."""
         return self._victims.coldest(limit)
+
+    def victim_order(self) -> Iterator[Entry]:
+        """Entries of the victims in rising order; see `VictimHeap.order`."""
+        return self._victims.order()
 
     def reprice(self) -> None:
         """Order the victims anew after the policy changed its prices. O(n)."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from sglang_graft.cache.node import AdapterNode, Node
 
+PRIORITY_TICKS = 1024
+"""Under `lru`, how much later a node counts as used for each step of its adapter's priority."""
+PRIORITY_WEIGHT = 2.0
+"""Under other policies, by how much each step multiplies what a node is worth."""
+
 
 class EvictionPolicy:
     """Orders the victims: the smallest value leaves first, equal values by creation order.
@@ -14,6 +19,9 @@ class EvictionPolicy:
     its prices at large says so in `changed`, or `UnifiedTree.reprice()` follows.
 
     The tree tells a policy what happens; a policy may keep `uses` and `used_at` on the nodes.
+
+    Operators give adapters a priority, 0 for most. It weighs what the adapter and its KV are worth;
+    it is no class of its own, so what nobody uses leaves at last whatever its priority.
     """
 
     name: str
@@ -50,5 +58,10 @@ class Lru(EvictionPolicy):
     name = "lru"
 
     def value(self, node: Node) -> float:
-        """The clock of the last use."""
-        return node.last_use
+        """The clock of the last use, moved by the adapter's priority."""
+        return node.last_use + PRIORITY_TICKS * node.adapter.priority
+
+
+def weight(node: Node) -> float:
+    """What the adapter's priority multiplies the node's worth by; 1 at priority 0."""
+    return PRIORITY_WEIGHT**node.adapter.priority

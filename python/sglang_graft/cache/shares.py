@@ -186,6 +186,10 @@ class ShareVictims:
         ordered = merge(*heads, key=lambda node: node.entry[:2] if node.entry else (0.0, 0))
         return list(islice(ordered, limit))
 
+    def order(self) -> Iterator[Entry]:
+        """Entries of all shares in rising order; see `VictimHeap.order`. Floors do not count."""
+        return merge(*(share.victims.order() for share in self._shares))
+
     def forget(self, node: Node) -> None:
         """The node leaves the tree, or its share, by another way than `pop`."""
         node.share.victims.forget(node)

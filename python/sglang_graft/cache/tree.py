@@ -105,6 +105,15 @@ class UnifiedTree(TreePages):
             self.host.release(adapter)
         return self._release(adapter)
 
+    def prioritize(self, adapter: AdapterNode, priority: int) -> None:
+        """Let the adapter and its KV stay longer than others, or less long. O(n) on a change.
+
+        Values may fall by it, so the whole order is taken anew.
+        """
+        if priority != adapter.priority:
+            adapter.priority = priority
+            self.reprice()
+
     def trim(self, adapter: AdapterNode) -> int:
         """Free what nobody holds of an adapter: its KV, and its weights when no lock is left.
 

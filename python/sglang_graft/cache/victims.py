@@ -93,6 +93,15 @@ class VictimHeap:
             and self._policy.value(entry[3]) <= entry[0]
         ]
 
+    def order(self) -> Iterator[Entry]:
+        """Live entries in rising order, by the values that they were pushed with.
+
+        Lazy: each one costs O(log of those before it). The heap must stay as it is meanwhile.
+        """
+        for entry in heapq.merge(self._lane, self._heap_order()):
+            if entry[3].entry is entry:
+                yield entry
+
     def _heap_order(self) -> Iterator[Entry]:
         """Entries of the heap in rising order; the heap stays as it is."""
         heap = self._heap

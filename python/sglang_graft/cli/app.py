@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from sglang_graft import __version__
-from sglang_graft.cli import tenants
+from sglang_graft.cli import adapters, sync, tenants
 from sglang_graft.cli.top import top
 
 app = typer.Typer(
@@ -18,9 +18,9 @@ app = typer.Typer(
     help="Graft: many LoRA adapters and their KV in one GPU memory pool, for SGLang.",
 )
 
+app.add_typer(adapters.app, name="adapters")
 app.add_typer(tenants.app, name="tenants")
-
-
+app.command()(sync.sync)
 app.command()(top)
 
 

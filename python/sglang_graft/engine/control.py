@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 
-from sglang_graft.engine import report, tenants, view
+from sglang_graft.engine import adapter_control, report, tenants, view
 from sglang_graft.engine.hooks import Hook
 
 PREFIX = "graft:"
@@ -26,6 +26,7 @@ OPERATIONS: dict[str, Operation] = {
     "pool": lambda scheduler, _: report.pool_report(scheduler.tree_cache),
     **view.OPERATIONS,
     **tenants.OPERATIONS,
+    **adapter_control.OPERATIONS,
 }
 
 

@@ -242,6 +242,8 @@ class GraftLoRAManager(LoRAManager):
         )
         if old is None:
             return Freed(0, 0, self._page_bytes)
+        before = next(k for k in residency.known() if k.adapter_id == old.lora_id)
+        residency.prioritize(ref.lora_id, before.priority)
         del self.lora_refs[old.lora_id]
         return self._retire(old)
 

@@ -9,6 +9,7 @@ scheduler would end for want of memory.
 from collections.abc import Iterator
 from typing import Any
 
+from sglang_graft.cache import AdapterNode
 from sglang_graft.engine.lora_manager import ReadAdapter
 from sglang_graft.tiers import Residency
 
@@ -30,17 +31,27 @@ def pages_wanted(req: Any, page_tokens: int) -> int:
 
 
 def check(scheduler: Any, residency: Residency, ref: Any, read: ReadAdapter) -> None:
-    """ValueError when pinning this adapter would leave too little for a request that is here."""
+    """`check_pages` of an adapter that was read, and is not registered yet."""
+    node = residency.tree.adapter(read.adapter.identity)
+    check_pages(scheduler, residency, ref.lora_name, node, len(read.image.pages))
+
+
+def check_pages(
+    scheduler: Any, residency: Residency, name: str, node: AdapterNode | None, weights: int
+) -> None:
+    """ValueError when pinning these weights would leave too little for a request that is here.
+
+    `node` is theirs, if the tree knows them.
+    """
     tree, size = residency.tree, scheduler.page_size
-    node = tree.adapter(read.adapter.identity)
-    pinned = len(read.image.pages) + residency.pins.pages(without=node)
+    pinned = weights + residency.pins.pages(without=node)
     for req in requests(scheduler):
         own = residency.node(req.lora_id)
-        weights = 0 if own is None or own is node or residency.pins.count(own) else own.weight_pages
-        wanted = pages_wanted(req, size) + weights
+        extra = 0 if own is None or own is node or residency.pins.count(own) else own.weight_pages
+        wanted = pages_wanted(req, size) + extra
         if wanted + pinned > tree.ledger.total:
             raise ValueError(
-                f"adapter {ref.lora_name}: pinned adapters would hold {pinned} pages of"
+                f"adapter {name}: pinned adapters would hold {pinned} pages of"
                 f" {tree.ledger.total}, and a request that is under way may need {wanted}; try"
                 ' again when it has ended, or load it with "pinned": false'
             )
@@ -48,9 +59,8 @@ def check(scheduler: Any, residency: Residency, ref: Any, read: ReadAdapter) -> 
     if chunked is not None and (node is None or not residency.pins.count(node)):
         rest = len(chunked.origin_input_ids) - len(chunked.prefix_indices)
         reserve = -(-rest // size) + 1
-        if len(read.image.pages) + reserve > tree.ledger.free + tree.evictable:
+        if weights + reserve > tree.ledger.free + tree.evictable:
             raise ValueError(
-                f"adapter {ref.lora_name}: no room to pin {len(read.image.pages)} pages now, a long"
-                f" prompt still needs {reserve}; try again later, or load it with"
-                ' "pinned": false'
+                f"adapter {name}: no room to pin {weights} pages now, a long prompt still needs"
+                f' {reserve}; try again later, or load it with "pinned": false'
             )

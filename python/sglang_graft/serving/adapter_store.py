@@ -1,6 +1,7 @@
 """Loading for the adapter roots, by SGLang's own load and unload, and the check before it."""
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from sglang_graft.engine.report import MODEL_KEY
 from sglang_graft.serving import chat_templates
 from sglang_graft.serving.load_input import LoadInput
 from sglang_graft.serving.on_demand import OnDemand
+
+logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_graft_on_demand"
 
@@ -49,9 +52,15 @@ class ManagerStore:
 
     async def replace(self, name: str, path: Path) -> str | None:
         """New weights in one step. When they cannot be read the name is free: a folder that holds
-        something else by now is not served by what it held before."""
-        request = LoadInput(lora_name=name, lora_path=str(path), load_inplace=True)
+        something else by now is not served by what it held before. A pin stays if it can."""
+        ref = self.manager.lora_ref_cache.get(name)
+        pinned = bool(ref is not None and ref.pinned)
+        request = LoadInput(lora_name=name, lora_path=str(path), pinned=pinned, load_inplace=True)
         error = await self._load(request, path)
+        if error is not None and pinned:
+            logger.warning("Adapter %s is pinned, and was not replaced so: %s", name, error)
+            request = LoadInput(lora_name=name, lora_path=str(path), load_inplace=True)
+            error = await self._load(request, path)
         if error is not None:
             await self.unload(name)
         return error
@@ -60,7 +69,7 @@ class ManagerStore:
         """Headers against the model that the scheduler serves, in a thread."""
         if self._model is None:
             states = await self.manager.get_internal_state()
-            self._model = _model(states[0][MODEL_KEY])
+            self._model = model_of(states[0][MODEL_KEY])
         return await asyncio.to_thread(_problem, path, *self._model, self.max_bytes)
 
 
@@ -88,7 +97,8 @@ def _error(result: Any) -> str | None:
     return None if result.success else str(result.error_message)
 
 
-def _model(report: dict[str, Any]) -> tuple[ModelSpec, Limits]:
+def model_of(report: dict[str, Any]) -> tuple[ModelSpec, Limits]:
+    """What adapters are checked against, from the scheduler's report."""
     spec = ModelSpec(
         layers=report["layers"],
         linears=tuple(LinearSpec(**linear) for linear in report["linears"]),

@@ -17,8 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import VertexGenerateReqInput
 
-from sglang_graft.serving import bad_input, chat_templates, names
+from sglang_graft.serving import bad_input, chat_templates, names, tenants
 from sglang_graft.serving.adapter_store import base_names, on_demand
+from sglang_graft.serving.aliases import aliases
 from sglang_graft.serving.choice import ConflictError, Named, agreed, names_of, only
 from sglang_graft.serving.client_bodies import (
     ChatBody,
@@ -42,7 +43,7 @@ async def select(
     manager: Any, *, model: str | None, lora_path: Named = None, lora_name: str | None = None
 ) -> Named:
     """What the fields name. HTTPException: 400 when they disagree, 404 for what nobody loaded."""
-    loaded = manager.lora_ref_cache
+    loaded = names.known(manager)
     folders = on_demand(manager)
     try:
         adapter = names.adapter_of_model(model or "", loaded, base_names(manager))
@@ -54,6 +55,8 @@ async def select(
     except ConflictError as error:
         raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
     for name in names_of(chosen):
+        if not tenants.may_use(name):
+            raise HTTPException(HTTPStatus.FORBIDDEN, tenants.forbidden(name))
         if name not in loaded and not await folders.exists(name):
             asked = model if name == adapter and model else name
             message = names.unknown(asked, loaded, manager.served_model_name)
@@ -82,7 +85,8 @@ async def _openai(body: Any) -> None:
 async def _chat(body: Any, answer: Answer) -> Any:
     """The same, rendered with the adapter's own chat template if it has one."""
     await _openai(body)
-    manager, adapter = _manager(), only(getattr(body, "lora_path", None))
+    manager = _manager()
+    adapter = aliases(manager).resolve(only(getattr(body, "lora_path", None)))
     for _ in range(_TRIES):
         try:
             async with on_demand(manager).hold([adapter]):

@@ -1,5 +1,6 @@
 """Ask the scheduler to run an operation of `engine/control`."""
 
+import asyncio
 from typing import Any
 
 from sglang_graft.engine import control
@@ -15,7 +16,10 @@ async def ask(manager: Any, operation: str, **arguments: Any) -> dict[str, Any]:
     Raises RefusedOperationError with the scheduler's reason.
     """
     manager.auto_create_handle_loop()
-    (result,) = await manager.get_internal_state_communicator(control.message(operation, arguments))
+    message = control.message(operation, arguments)
+    # A caller that gives up must not leave the scheduler's answer to the next one.
+    sent = asyncio.ensure_future(manager.get_internal_state_communicator(message))
+    (result,) = await asyncio.shield(sent)
     state = result.internal_state
     if control.ERROR in state:
         raise RefusedOperationError(state[control.ERROR])

@@ -6,6 +6,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_graft.engine.hooks import register, verify
 from sglang_graft.serving import (
+    aliases,
     bad_input,
     chat_templates,
     load,
@@ -45,6 +46,7 @@ HOOKS = (
     *unload.HOOKS,
     *request_metrics.HOOKS,
     *page_routes.HOOKS,
+    *aliases.HOOKS,
 )
 _installed: list[bool] = []
 

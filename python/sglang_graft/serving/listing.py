@@ -12,20 +12,26 @@ from sglang.srt.entrypoints.openai.protocol import ModelCard
 
 from sglang_graft.serving import names, tenants
 from sglang_graft.serving.adapter_store import on_demand
+from sglang_graft.serving.aliases import aliases
 
 
 async def models() -> Any:
-    """The base model, loaded adapters, and folders that a request could load.
+    """The base model, loaded adapters, folders that a request could load, and aliases.
 
-    `root` is where the weights lie, and `parent` the base model of an adapter, as vLLM has them.
+    `root` is where the weights lie, and of an alias the adapter; `parent` is the base model of an
+    adapter, as vLLM has them.
     """
     manager: Any = http_server.get_global_state().tokenizer_manager
     listing = await http_server.available_models()
     for card in listing.data:
         if card.parent is None:
             card.root = manager.server_args.model_path
+    table = aliases(manager).table
     for folder in await on_demand(manager).listed():
-        listing.data.append(_card(folder.name, str(folder.path), manager))
+        if folder.name not in table:
+            listing.data.append(_card(folder.name, str(folder.path), manager))
+    for alias, adapter in sorted(table.items()):
+        listing.data.append(_card(alias, adapter, manager))
     listing.data = tenants.visible_cards(listing.data)
     return listing
 
@@ -38,6 +44,8 @@ async def model(model: str) -> Any:
     ref = manager.lora_ref_cache.get(model)
     if ref is not None:
         return _card(model, ref.lora_path, manager)
+    if (adapter := aliases(manager).table.get(model)) is not None:
+        return _card(model, adapter, manager)
     for folder in await on_demand(manager).listed():
         if folder.name == model:
             return _card(model, str(folder.path), manager)

@@ -19,7 +19,7 @@ from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, LoRAUpdateOut
 from sglang_graft.adapters import AdapterError
 from sglang_graft.engine.freed import Freed
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.serving import chat_templates, load_paths, names, unload
+from sglang_graft.serving import aliases, chat_templates, load_paths, names, unload
 
 
 async def load(
@@ -38,11 +38,11 @@ async def load(
 async def _load(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any) -> Any:
     name = obj.lora_name
     base = {manager.served_model_name, manager.server_args.model_path}
-    if (reason := names.reserved(name, base)) is not None:
-        return LoRAUpdateOutput(success=False, error_message=reason)
     plain = LoadLoRAAdapterReqInput(lora_name=name, lora_path=obj.lora_path, pinned=obj.pinned)
     registry = manager.lora_registry
     async with registry.load_lock:
+        if (reason := names.reserved(name, base) or aliases.taken(manager, name)) is not None:
+            return LoRAUpdateOutput(success=False, error_message=reason)
         if registry.ref(name) is not None and not getattr(obj, "load_inplace", False):
             return LoRAUpdateOutput(success=False, error_message=already_loaded(name))
         try:

@@ -36,7 +36,7 @@ async def checked(
     if problem is not None:
         return _failed(f"lora_name: {problem}")
     try:
-        path, before = await asyncio.to_thread(_look, obj.lora_path, on_demand(manager).roots)
+        path, before = await asyncio.to_thread(look, obj.lora_path, on_demand(manager).roots)
     except AdapterError as error:
         return _failed(str(error))
     obj.lora_path = str(path)
@@ -55,7 +55,7 @@ async def refuse_tensors(original: Original, self: Any, obj: Any, request: Any =
     )
 
 
-def _look(path: str, roots: Sequence[Path]) -> tuple[Path, Signature]:
+def look(path: str, roots: Sequence[Path]) -> tuple[Path, Signature]:
     """The folder to read and what is in it. Raises AdapterError when it must not be read."""
     folder = Path(path)
     if roots:

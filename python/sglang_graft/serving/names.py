@@ -6,6 +6,7 @@ Targets (0.5.17): `OpenAIServingBase._resolve_lora_path` (OpenAI routes) and
 another model.
 """
 
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Collection
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -17,6 +18,7 @@ from sglang_graft.adapters.folder_names import ANY_MODEL, without_base
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.serving import chat_templates, tenants
 from sglang_graft.serving.adapter_store import base_names, on_demand
+from sglang_graft.serving.aliases import aliases
 from sglang_graft.serving.choice import agreed
 from sglang_graft.serving.on_demand import RefusedError
 
@@ -82,12 +84,17 @@ def adapter_of_model(
     raise KeyError(model)
 
 
+def known(manager: Any) -> Collection[str]:
+    """What requests may name now besides the base model and folders: adapters and aliases."""
+    return ChainMap(manager.lora_ref_cache, aliases(manager).table)
+
+
 def resolve_openai(
     original: Callable[..., Any], self: Any, request_model: str, explicit_lora_path: Any
 ) -> Any:
     """AROUND `_resolve_lora_path`: what `model` and `lora_path` name; both must agree."""
     manager = self.tokenizer_manager
-    loaded = manager.lora_ref_cache
+    loaded = known(manager)
     _before_stream.set(True)
     try:
         adapter = adapter_of_model(request_model, loaded, base_names(manager))
@@ -106,8 +113,9 @@ def resolve_openai(
 
 
 async def resolve_native(original: Callable[..., Awaitable[None]], self: Any, obj: Any) -> None:
-    """AROUND `_validate_and_resolve_lora`."""
+    """AROUND `_validate_and_resolve_lora`. Aliases end here: no switch falls between."""
     obj.lora_id = None  # a field of SGLang's body, which the scheduler would look up unchecked
+    obj.lora_path = aliases(self).resolve(obj.lora_path)
     names = obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]
     wanted = getattr(obj, "batch_size", 1) * getattr(obj, "parallel_sample_num", 1)
     if isinstance(obj.lora_path, list) and len(names) != wanted:

@@ -97,6 +97,10 @@ class OnDemand:
                     return
         raise RefusedError(there[0], "its folder changes all the time; try again", 503)
 
+    def loaded_here(self, name: str) -> bool:
+        """Whether the adapter of that name was loaded because a folder below a root has it."""
+        return name in self._loaded and self.store.loaded(name) == self._loaded[name][0]
+
     async def exists(self, name: str) -> bool:
         """Whether `name` is a folder below the roots, usable or not."""
         return self.candidate(name) is not None and await self._find(name) is not None

@@ -14,9 +14,12 @@ every request from its arrival to its end, whatever that end is, and `in_flight`
 """
 
 import asyncio
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
 
 from sglang_graft.engine.hooks import Hook
@@ -31,6 +34,11 @@ class GraftRegistry(LoRARegistry):
         # that a name never leads to an adapter without its template.
         self.templates: dict[str, Any] = {}
         self.next_templates: dict[str, Any] = {}
+        # When a name was last used, or loaded, by this process' clock.
+        self.clock: Callable[[], float] = time.monotonic
+        self.used: dict[str, float] = {}
+        # Seconds for which a name may be unused, see `serving/lifetimes`.
+        self.time_to_live: dict[str, float] = {}
         super().__init__(lora_paths)
         # Held from the look at a name until its load has ended: loads of one name do not race.
         self.load_lock = asyncio.Lock()
@@ -66,6 +74,8 @@ class GraftRegistry(LoRARegistry):
         ref = self._registry.pop(lora_name)
         del self._counters[ref.lora_id]
         self.templates.pop(ref.lora_id, None)
+        self.used.pop(lora_name, None)
+        self.time_to_live.pop(lora_name, None)
         return ref
 
     def swap(self, ref: LoRARef) -> LoRARef | None:
@@ -77,7 +87,14 @@ class GraftRegistry(LoRARegistry):
         self._register_adapter(ref)
         return old
 
+    def repin(self, lora_name: str, pinned: bool) -> LoRARef:
+        """Note on a loaded name that it is pinned, or no longer."""
+        ref = msgspec.structs.replace(self._registry[lora_name], pinned=pinned)
+        self._registry[lora_name] = ref
+        return ref
+
     def _register_adapter(self, lora_ref: LoRARef) -> Any:
+        self.used[str(lora_ref.lora_name)] = self.clock()
         registered = super()._register_adapter(lora_ref)
         templates = self.next_templates.pop(lora_ref.lora_name, None)
         if templates is not None:
@@ -92,6 +109,7 @@ class GraftRegistry(LoRARegistry):
                 f" {', '.join(sorted(tenants.visible(self._registry))) or 'none'}"
             )
         self._registry.move_to_end(name)
+        self.used[name] = self.clock()
         return ref.lora_id
 
 

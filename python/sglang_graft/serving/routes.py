@@ -14,7 +14,14 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.serving import metrics_routes, names, page_routes, tenant_routes, vllm_routes
+from sglang_graft.serving import (
+    adapter_routes,
+    metrics_routes,
+    names,
+    page_routes,
+    tenant_routes,
+    vllm_routes,
+)
 from sglang_graft.serving.control import ask
 from sglang_graft.serving.load_input import LoadInput
 from sglang_graft.serving.registry import in_flight
@@ -28,6 +35,7 @@ ROUTERS = (
     metrics_routes.router,
     page_routes.router,
     tenant_routes.router,
+    adapter_routes.router,
 )
 """All routes that Graft adds."""
 

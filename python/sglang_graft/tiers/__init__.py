@@ -13,6 +13,7 @@ from sglang_graft.tiers.residency import KnownAdapter, Residency
 from sglang_graft.tiers.store import AdapterStore, Packed
 from sglang_graft.tiers.tiers import Tiers
 from sglang_graft.tiers.transfers import Transfers
+from sglang_graft.tiers.warm import Step, look_ahead, to_device, to_host
 from sglang_graft.tiers.write_back import WriteBack
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Prefetch",
     "Rates",
     "Residency",
+    "Step",
     "Ticket",
     "TierCounts",
     "TierOptions",
@@ -43,4 +45,7 @@ __all__ = [
     "Wish",
     "WriteBack",
     "build_tiers",
+    "look_ahead",
+    "to_device",
+    "to_host",
 ]

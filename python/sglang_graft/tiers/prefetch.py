@@ -141,6 +141,10 @@ class Prefetch:
         state = self._states.get(key)
         return 0 if state is None else state.overtaken
 
+    def wanted(self) -> list[Node]:
+        """What waiting requests have on the device already: no load for anybody else takes it."""
+        return self._wanted()
+
     # ---- what a wish waits for
 
     def _advance(self, wish: Wish) -> Need:

@@ -4,7 +4,7 @@ A server's adapter id names one registration. Registrations with equal weights s
 and with it one image, one node of the tree and one set of pages.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class KnownAdapter:
     node: AdapterNode
     hits: int = 0
     """Admitted requests that found the weights on the device when they came."""
+    priority: int = 0
 
 
 def _keep(node: AdapterNode, packed: Packed) -> None:
@@ -88,8 +89,20 @@ class Residency:
         """
         assert self._find(adapter_id) is None, f"adapter id {adapter_id} is registered already"
         packed = Packed.of(adapter, image or pack(adapter, self.tile_map))
-        pages, total = len(packed.pages), self.tree.ledger.total
-        pinned = self.pins.pages(without=self.tree.adapter(adapter.identity))
+        pages = len(packed.pages)
+        self.check_size(name, adapter.identity, pages)
+        node = self.tree.add_adapter(adapter.identity, pages)
+        bare = self._shared_image(adapter.identity) or packed.image
+        known = KnownAdapter(adapter_id, name, adapter.path, bare, node)
+        self._known[adapter_id] = known
+        if node.host is None:
+            self.offer(node, packed)
+        return known
+
+    def check_size(self, name: str, identity: str, pages: int) -> None:
+        """ValueError when weights of `pages` pages can never be used here, as in `add`."""
+        total = self.tree.ledger.total
+        pinned = self.pins.pages(without=self.tree.adapter(identity))
         if pages + pinned + PAGES_OF_A_REQUEST > total:
             page_bytes = self.arena.layout.page_bytes
             beside = f", pinned adapters hold {pinned}" if pinned else ""
@@ -99,13 +112,6 @@ class Residency:
                 f" needs {PAGES_OF_A_REQUEST}; raise --max-total-tokens or --mem-fraction-static"
             )
         self._check_host(name, pages)
-        node = self.tree.add_adapter(adapter.identity, pages)
-        bare = self._shared_image(adapter.identity) or packed.image
-        known = KnownAdapter(adapter_id, name, adapter.path, bare, node)
-        self._known[adapter_id] = known
-        if node.host is None:
-            self.offer(node, packed)
-        return known
 
     def pin_adapter(self, adapter_id: str, *, instead_of: str | None = None) -> bool:
         """Promote an adapter and keep it on the device until it is retired; False: no room now.
@@ -116,7 +122,8 @@ class Residency:
         known = self._known[adapter_id]
         exchanged = instead_of is not None and self.pins.give(instead_of)
         try:
-            self._check_pin(known, instead_of)
+            node = known.node
+            self.check_pin(known.name, node, node.weight_pages, (adapter_id, instead_of))
             taken = self.pins.take(adapter_id, known.node)
         except ValueError:
             taken = False
@@ -128,6 +135,16 @@ class Residency:
                 assert restored, "a pin that was just given back could not be taken again"
         return taken
 
+    def unpin_adapter(self, adapter_id: str) -> bool:
+        """Let a pinned adapter be evicted again; False when it was not pinned."""
+        return self.pins.give(adapter_id)
+
+    def prioritize(self, adapter_id: str, priority: int) -> None:
+        """How much longer this adapter stays than others. Of several names the highest counts."""
+        known = self._known[adapter_id]
+        known.priority = priority
+        self._weigh(known.node)
+
     def retire(self, adapter_id: str) -> int:
         """No name leads to this registration any more, requests accepted before still may start.
 
@@ -137,6 +154,7 @@ class Residency:
         known = self._known.pop(adapter_id)
         self.pins.give(adapter_id)
         self._retired[adapter_id] = known
+        self._weigh(known.node)
         return 0 if self._is_shared(known) else self.tree.trim(known.node)
 
     def remove(self, adapter_id: str) -> int:
@@ -148,6 +166,7 @@ class Residency:
         if adapter_id in self._known:
             self.pins.give(adapter_id)
         found = self._known.pop(adapter_id, None) or self._retired.pop(adapter_id)
+        self._weigh(found.node)
         self.purge()
         freed = 0
         if not self._is_shared(found, or_retired=True):
@@ -256,6 +275,10 @@ class Residency:
                 return known.image
         return None
 
+    def _weigh(self, node: AdapterNode) -> None:
+        named = [known.priority for known in self._known.values() if known.node is node]
+        self.tree.prioritize(node, max(named, default=0))
+
     def _check_host(self, name: str, pages: int) -> None:
         host = self.tree.host
         if host is not None and pages > host.ledger.total:
@@ -265,15 +288,25 @@ class Residency:
                 f" {host.ledger.total * size:,}; raise --graft-host-memory-gb"
             )
 
-    def _check_pin(self, known: KnownAdapter, instead_of: str | None) -> None:
-        total, node = self.tree.ledger.total, known.node
-        pinned = node.weight_pages + self.pins.pages(without=node)
-        kept = {*self.pins.ids(), known.adapter_id, instead_of}
+    def check_pin(
+        self,
+        name: str,
+        node: AdapterNode | None,
+        weights: int,
+        but: Collection[str | None] = (),
+    ) -> None:
+        """ValueError when a pin on `weights` pages would leave too little for all others.
+
+        `node` is theirs, if the tree knows them; registrations in `but` do not count.
+        """
+        total = self.tree.ledger.total
+        pinned = weights + self.pins.pages(without=node)
+        kept = {*self.pins.ids(), *but}
         others = [other.node for i, other in self._known.items() if i not in kept]
         largest = max((n.weight_pages for n in others if n is not node), default=0)
         if pinned + largest + PAGES_OF_A_REQUEST > total:
             raise ValueError(
-                f"adapter {known.name}: pinned adapters would hold {pinned} pages of {total}; the"
+                f"adapter {name}: pinned adapters would hold {pinned} pages of {total}; the"
                 f" largest other adapter needs {largest} and a request {PAGES_OF_A_REQUEST}. Load"
                 ' it with "pinned": false, unload another pinned one, or raise --max-total-tokens'
             )

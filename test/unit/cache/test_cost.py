@@ -18,6 +18,7 @@ PRICES = Prices(page_bytes=8, page_tokens=2, rates=RATES)
 def kv(pages: int = 1, start: int = 0) -> Node:
     node = Node(1, bytes(16 * pages), list(range(1, pages + 1)), b"")
     node.start = start
+    node.adapter = AdapterNode(2, "a", 1)
     return node
 
 
@@ -150,3 +151,18 @@ def test_use_tells_a_next_turn_from_a_new_prompt(run) -> None:
     ask("ay")  # ends at "a", which no request ended at
     assert adapter.uses == 4
     tree.check_invariants()
+
+
+def test_a_priority_multiplies_the_price_and_slows_ageing() -> None:
+    policy, plain, dear = Cost(PRICES), kv(), kv()
+    dear.adapter.priority = 2
+    for node in (plain, dear):
+        policy.used(node, 1, again=False)
+    assert policy.value(dear) == 4 * policy.value(plain)
+    assert policy.host_value(dear) == 4 * policy.host_value(plain)
+    for level in (2.0, 7.0, 20.0, 50.0):
+        policy.level = level
+        for again in (True, False):
+            before = policy.value(dear)
+            policy.used(dear, 2, again=again)
+            assert policy.value(dear) >= before, "a use lowered a value"

@@ -1,11 +1,14 @@
 """The published score."""
 
+import math
+
 from sglang_graft.cache import AdapterNode, Elora, Node
 
 
 def node(serial: int, pages: int, visits: float, used_at: float) -> Node:
     found = Node(serial, b"", list(range(1, pages + 1)), b"")
     found.uses, found.used_at = visits, used_at
+    found.adapter = AdapterNode(0, "its adapter", 0)
     return found
 
 
@@ -48,3 +51,9 @@ def test_enough_adapters_change_nothing() -> None:
     for serial in (1, 2):
         policy.used(adapter(serial, resident=True), serial, again=False)
     assert not policy.changed()
+
+
+def test_a_priority_is_one_more_factor() -> None:
+    policy, plain, dear = Elora(), node(1, 2, 3.0, 5.0), node(2, 2, 3.0, 5.0)
+    dear.adapter.priority = 3
+    assert math.isclose(policy.value(dear), policy.value(plain) + math.log(8))

@@ -2,13 +2,14 @@
 
 import pytest
 
-from sglang_graft.cache import Lru, Node, UnifiedTree, make_policy
+from sglang_graft.cache import AdapterNode, Lru, Node, UnifiedTree, make_policy
 from sglang_graft.cache.victims import VictimHeap
 from sglang_graft.pool.ledger import Owner, PageLedger
 
 
 def leaf(serial: int, last_use: int) -> Node:
     node = Node(serial, b"", [serial], b"")
+    node.adapter = AdapterNode(0, "its adapter", 0)
     node.last_use = last_use
     return node
 
