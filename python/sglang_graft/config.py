@@ -84,6 +84,31 @@ class GraftConfig(BaseModel):
         "--graft-idle-promotion",
         "While nobody waits, bring what was used last back into free pages.",
     )
+    warm: str = _option(
+        "",
+        "--graft-warm",
+        "Adapters, with commas, that answer a request before the server is ready; all: those of"
+        " --lora-paths.",
+    )
+    drain_seconds: float = _option(
+        30.0,
+        "--graft-drain-seconds",
+        "How long a drain (SIGTERM, or POST /graft/drain) waits for requests under way.",
+        "s",
+        ge=0,
+    )
+    drain_notice_seconds: float = _option(
+        0.0,
+        "--graft-drain-notice-seconds",
+        "How long of that new requests are still taken, while /health/ready says 503 already.",
+        "s",
+        ge=0,
+    )
+    request_log: str = _option(
+        "",
+        "--graft-request-log",
+        "Where one JSON line for each finished request goes: stderr, or a file.",
+    )
 
 
 class OptionInfo(BaseModel):

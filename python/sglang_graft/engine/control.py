@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 
-from sglang_graft.engine import report
+from sglang_graft.engine import identities, report
 from sglang_graft.engine.hooks import Hook
 
 PREFIX = "graft:"
@@ -24,6 +24,7 @@ must not wait. ValueError goes back to the caller; an operation that raises it c
 
 OPERATIONS: dict[str, Operation] = {
     "pool": lambda scheduler, _: report.pool_report(scheduler.tree_cache),
+    **identities.OPERATIONS,
 }
 
 

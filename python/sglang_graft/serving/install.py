@@ -4,11 +4,14 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_graft.engine.hooks import register, verify
 from sglang_graft.serving import (
+    drain,
     load,
     load_paths,
     names,
     registry,
     request_checks,
+    request_id,
+    request_log,
     route_table,
     routes,
     unload,
@@ -23,6 +26,9 @@ HOOKS = (
     *load.HOOKS,
     *load_paths.HOOKS,
     *unload.HOOKS,
+    *request_id.HOOKS,
+    *request_log.HOOKS,
+    *drain.HOOKS,
 )
 _installed: list[bool] = []
 

@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
+from sglang_graft import config
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.serving import names
 from sglang_graft.serving.control import ask
@@ -67,11 +68,11 @@ def replace_route(app: Any) -> None:
     routes[place] = APIRoute(LOAD_PATH, load_lora_adapter, methods=["POST"])
 
 
-def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
+def add_routes(server_args: Any, tokenizer_manager: Any, *_: Any, **__: Any) -> None:
     """BEFORE `_setup_and_run_http_server`. ValueError for adapters that nobody could reach."""
     from sglang.srt.entrypoints import http_server
 
-    from sglang_graft.serving import listing
+    from sglang_graft.serving import listing, production_routes
 
     base = {server_args.served_model_name, server_args.model_path}
     for ref in server_args.lora_paths or []:
@@ -84,6 +85,8 @@ def add_routes(server_args: Any, *_: Any, **__: Any) -> None:
     http_server.app.add_middleware(
         ModelGuard, manager=lambda: http_server._global_state.tokenizer_manager
     )
+    options = config.published() or config.GraftConfig()
+    production_routes.add_to(http_server.app, tokenizer_manager, options, server_args.lora_paths)
 
 
 HOOKS = (
