@@ -85,7 +85,7 @@ class Drain:
         await asyncio.sleep(self.notice_seconds)
         self._notice_is_over = True
         await self._until(lambda: not self.under_way(), begun + self.seconds)
-        if self.under_way():
+        if self.under_way() and not self._is_dead():
             logger.warning(
                 "Draining: %d requests are aborted; raise --graft-drain-seconds", self.under_way()
             )
@@ -106,11 +106,15 @@ class Drain:
         loop.call_later(CLOSE_SECONDS, _end_now)
         os.kill(os.getpid(), signal.SIGINT)
 
+    def _is_dead(self) -> bool:
+        """Whether nothing will end any more."""
+        return bool(self.manager.server_status == ServerStatus.UnHealthy)
+
     async def _until(self, condition: Callable[[], bool], deadline: float) -> None:
         clock = asyncio.get_running_loop().time
         while not condition() and clock() < deadline:
-            if self.manager.server_status == ServerStatus.UnHealthy:
-                return  # nothing will end any more
+            if self._is_dead():
+                return
             await asyncio.sleep(POLL_SECONDS)
 
 

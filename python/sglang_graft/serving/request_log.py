@@ -71,6 +71,10 @@ class RequestLog:
         if self._task is not None:
             await self._task
 
+    def close(self) -> None:
+        """Close the file."""
+        self._handler.close()
+
     async def _resolve(self) -> None:
         while self._pending:
             # Those that come while we ask wait for the next answer.
