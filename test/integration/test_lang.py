@@ -27,6 +27,7 @@ pytestmark = [
 ]
 
 LEGAL, SALES = "legal", "sales"
+FLAGS = ("--page-size", "16", "--max-total-tokens", "16384")
 NAMES = (None, LEGAL, SALES)
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 
@@ -43,7 +44,7 @@ def server(
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("lang")
     two = {LEGAL: adapters["all-r16"], SALES: adapters["all-r64"]}
-    with serve(base_model, folder, "--page-size", "16", adapters=two, env=STRICT) as started:
+    with serve(base_model, folder, *FLAGS, adapters=two, env=STRICT) as started:
         yield started
 
 

@@ -14,7 +14,6 @@ from sglang_graft.serving import request_log
 from sglang_graft.serving.names import UnknownAdapterError
 from sglang_graft.serving.request_id import ATTRIBUTE
 
-
 OPENED: list[request_log.RequestLog] = []
 
 
