@@ -97,6 +97,31 @@ class GraftConfig(BaseModel):
         "How many adapters have a label of their own in /metrics; the others share one.",
         ge=0,
     )
+    warm: str = _option(
+        "",
+        "--graft-warm",
+        "Adapters, with commas, that answer a request before the server is ready; all: those of"
+        " --lora-paths.",
+    )
+    drain_seconds: float = _option(
+        30.0,
+        "--graft-drain-seconds",
+        "How long a drain (SIGTERM, or POST /graft/drain) waits for requests under way.",
+        "s",
+        ge=0,
+    )
+    drain_notice_seconds: float = _option(
+        0.0,
+        "--graft-drain-notice-seconds",
+        "How long of that new requests are still taken, while /health/ready says 503 already.",
+        "s",
+        ge=0,
+    )
+    request_log: str = _option(
+        "",
+        "--graft-request-log",
+        "Where one JSON line for each finished request goes: stderr, or a file.",
+    )
 
 
 class OptionInfo(BaseModel):

@@ -70,6 +70,7 @@ class Server:
     flags: tuple[str, ...]
     client: httpx.Client
     pid: int = 0
+    process: subprocess.Popen[bytes] | None = None
 
     def get(self, path: str) -> httpx.Response:
         """GET, whatever the status."""
@@ -184,7 +185,7 @@ def serve(
     limits = httpx.Limits(keepalive_expiry=1)
     client = httpx.Client(timeout=ANSWER_SECONDS, limits=limits)
     with running(line, log, env) as process, client:
-        server = Server(f"http://{HOST}:{port}", log, flags, client, process.pid)
+        server = Server(f"http://{HOST}:{port}", log, flags, client, process.pid, process)
         _wait_healthy(server, process)
         yield server
     assert "Traceback" not in log.read_text(errors="replace"), tail(log)

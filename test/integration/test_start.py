@@ -34,6 +34,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "prefill_only_disable_kv_cache": (),
     "enable_memory_saver": (),
     "enable_lora_overlap_loading": (),
+    "lora_eviction_policy": ("fifo",),
     "max_loaded_loras": ("8",),
     "enable_streaming_session": (),
     "enable_session_radix_cache": (),

@@ -32,6 +32,8 @@ def test_names_are_unique_and_follow_one_pattern() -> None:
         *("GRAFT_ADAPTER_SCAN_SECONDS", "GRAFT_MAX_ADAPTERS", "GRAFT_MAX_ADAPTER_MB"),
         *("GRAFT_HOST_MEMORY_GB", "GRAFT_NO_HOST_KV", "GRAFT_NO_PREFETCH"),
         *("GRAFT_IDLE_PROMOTION", "GRAFT_METRICS_ADAPTERS", "GRAFT_TENANTS"),
+        *("GRAFT_WARM", "GRAFT_DRAIN_SECONDS"),
+        *("GRAFT_DRAIN_NOTICE_SECONDS", "GRAFT_REQUEST_LOG"),
     }
 
 

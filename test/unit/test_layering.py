@@ -1,6 +1,8 @@
 """Imports point one way, and only the outer packages know SGLang.
 
 engine, serving, cli, sim -> tiers -> cache -> pool        adapters -> pool        kernels: alone
+
+Nothing imports lang: it is for programs of users.
 """
 
 import ast
@@ -26,10 +28,11 @@ ALLOWED: dict[str, set[str]] = {
     "engine": _CORE | {"config", "serving", "tenants"},
     "serving": _CORE | {"config", "engine", "tenants"},
     "cli": _CORE | {"config", "engine", "serving", "sim", "tenants"},
+    "lang": {"engine"},
     "config": set(),
     "__init__": set(),
 }
-KNOWS_SGLANG = {"engine", "serving", "cli"}
+KNOWS_SGLANG = {"engine", "serving", "cli", "lang"}
 # The tree handles page numbers and token bytes, never tensors. Adapter files are read without PEFT.
 FORBIDDEN: dict[str, set[str]] = {"cache": {"torch"}, "adapters": {"peft", "transformers"}}
 
@@ -120,6 +123,9 @@ def test_every_package_has_its_place() -> None:
         ("sglang_graft.tiers.host", "from sglang_graft.engine import hooks"),
         ("sglang_graft.tiers.host", "from sglang.srt import utils"),
         ("sglang_graft.sim.replay", "import sglang.srt.utils as u"),
+        ("sglang_graft.engine.bind", "from sglang_graft import lang"),
+        ("sglang_graft.cli.app", "import sglang_graft.lang"),
+        ("sglang_graft.lang.choice", "from sglang_graft.serving import names"),
         ("graft_kernels.sgmv.api", "from sglang_graft.pool import Arena"),
         ("graft_kernels.sgmv.api", "import sglang"),
     ],

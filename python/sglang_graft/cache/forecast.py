@@ -33,7 +33,7 @@ def forecast(
     """What `UnifiedTree.load` of an absent adapter with `pages` pages would find and evict now.
 
     The pages would be those of the common share. `held` are nodes that the caller would lock
-    meanwhile. Costs O(log n) for each entry of the victims' order that it has to look at, not a walk
+    meanwhile. Costs O(log n) for each entry of the victims' order that it has to look at, no walk
     of the tree. Exact for policies whose prices stand still between two events (lru, cost); elora
     may take its reward anew before it evicts.
     """

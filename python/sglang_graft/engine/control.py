@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 
-from sglang_graft.engine import adapter_control, report, tenants, view
+from sglang_graft.engine import adapter_control, identities, report, tenants, view
 from sglang_graft.engine.hooks import Hook
 
 PREFIX = "graft:"
@@ -27,6 +27,7 @@ OPERATIONS: dict[str, Operation] = {
     **view.OPERATIONS,
     **tenants.OPERATIONS,
     **adapter_control.OPERATIONS,
+    **identities.OPERATIONS,
 }
 
 

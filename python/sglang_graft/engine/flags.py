@@ -89,6 +89,7 @@ def resolve_arguments(original: Callable[[Any], None], server_args: Any) -> None
     verify(HOOKS)
     _check_roots(chosen)
     tenants = tenant_start.check(chosen.tenants, server_args) if chosen.tenants else None
+    _check_drain(chosen)
     make_policy(chosen.policy)  # a wrong name shall not wait for the scheduler process to be found
     refusals.check_requested(server_args)
     _set_defaults(server_args)
@@ -97,8 +98,10 @@ def resolve_arguments(original: Callable[[Any], None], server_args: Any) -> None
     _check_count(chosen, server_args)
     # Imported here, because it imports SGLang's HTTP server, which needs none of this at a start
     # without Graft.
+    from sglang_graft.serving import request_log
     from sglang_graft.serving.install import install
 
+    request_log.check_target(chosen.request_log)
     install(None if tenants is None else (Path(chosen.tenants), tenants))
 
 
@@ -106,6 +109,14 @@ def _check_roots(chosen: config.GraftConfig) -> None:
     for root in chosen.adapter_roots:
         if not root.is_dir():
             raise ValueError(f"--graft-adapter-root: wanted folders, got {str(root)!r}")
+
+
+def _check_drain(chosen: config.GraftConfig) -> None:
+    if chosen.drain_notice_seconds > chosen.drain_seconds:
+        raise ValueError(
+            f"--graft-drain-notice-seconds: wanted at most the {chosen.drain_seconds:g} of"
+            f" --graft-drain-seconds, got {chosen.drain_notice_seconds:g}"
+        )
 
 
 def _check_count(chosen: config.GraftConfig, server_args: Any) -> None:

@@ -58,6 +58,11 @@ REQUESTED = (
     Refusal("prefill_only_disable_kv_cache", _given, "the pool is the KV cache"),
     Refusal("enable_memory_saver", _given, "releasing the arena would lose adapter weights"),
     Refusal("enable_lora_overlap_loading", _given, "the pool loads adapters itself"),
+    Refusal(
+        "lora_eviction_policy",
+        lambda value: value == "fifo",
+        "--graft-policy chooses what leaves, also among adapters",
+    ),
     Refusal("max_loaded_loras", _given, "reloads under new ids would lose an adapter's KV"),
     Refusal("enable_streaming_session", _given, "sessions hold pages outside the tree"),
     Refusal("enable_session_radix_cache", _given, "sessions hold pages outside the tree"),

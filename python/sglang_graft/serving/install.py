@@ -9,6 +9,7 @@ from sglang_graft.serving import (
     aliases,
     bad_input,
     chat_templates,
+    drain,
     load,
     load_paths,
     names,
@@ -17,6 +18,8 @@ from sglang_graft.serving import (
     registry,
     reply,
     request_checks,
+    request_id,
+    request_log,
     request_metrics,
     route_table,
     routes,
@@ -47,6 +50,9 @@ HOOKS = (
     *request_metrics.HOOKS,
     *page_routes.HOOKS,
     *aliases.HOOKS,
+    *request_id.HOOKS,
+    *request_log.HOOKS,
+    *drain.HOOKS,
 )
 _installed: list[bool] = []
 

@@ -36,7 +36,8 @@ VERTEX = os.environ.get("AIP_PREDICT_ROUTE", "/vertex_generate")
 
 _PATHS = {
     Does.READS: f"""
-        / /openapi.json /docs /docs/oauth2-redirect /redoc /metrics /metrics/ /ping /health
+        / /openapi.json /docs /docs/oauth2-redirect /redoc /metrics /metrics/
+        /ping /health /health/ready
         /get_model_info /model_info /get_weight_version /weight_version
         /get_server_info /server_info /get_load /v1/loads /v1/models /v1/models/{{model:path}}
         {OLLAMA_TAGS} {OLLAMA_SHOW}
@@ -57,7 +58,7 @@ _PATHS = {
     """,
     Does.CHANGES: """
         /graft/adapters /graft/adapters/{name:path} /graft/aliases /graft/aliases/{alias:path}
-        /set_internal_state /flush_cache /add_external_corpus /remove_external_corpus
+        /graft/drain /set_internal_state /flush_cache /add_external_corpus /remove_external_corpus
         /clear_hicache_storage_backend /hicache/storage-backend/clear /hicache/storage-backend
         /start_profile /stop_profile /set_trace_level /freeze_gc /configure_logging
         /start_expert_distribution_record /stop_expert_distribution_record

@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
+from sglang_graft import config
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.serving import (
     adapter_routes,
@@ -94,6 +95,7 @@ def add_routes(
         chat_templates,
         client_routes,
         listing,
+        production_routes,
     )
     from sglang_graft.serving.guard import ModelGuard
 
@@ -114,10 +116,12 @@ def add_routes(
     http_server.app.add_middleware(
         ModelGuard, manager=lambda: http_server._global_state.tokenizer_manager
     )
-    # Last, so that it is around all others: nothing looks at a request before its key was seen.
+    # After these, so that it is around them: nothing looks at a request before its key was seen.
     tenant_routes.add_gate(
         http_server.app, server_args, lambda: http_server._global_state.tokenizer_manager
     )
+    options = config.published() or config.GraftConfig()
+    production_routes.add_to(http_server.app, tokenizer_manager, options, server_args.lora_paths)
     templates = chat_templates.RequestTemplates(template_manager)
     return (server_args, tokenizer_manager, templates, *others), more
 

@@ -26,7 +26,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-OPEN = {"/health", "/health_generate", "/ping"}
+OPEN = {"/health", "/health/ready", "/health_generate", "/ping"}
 """Answered without any key, for whoever watches the server."""
 TENANTS_READ = {
     *("/", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc", "/v1/models"),

@@ -42,6 +42,12 @@ def test_adapter_roots_are_folders(tmp_path: Path) -> None:
         flags._check_roots(config.GraftConfig(adapter_root=f"{tmp_path}:{tmp_path}/nobody"))
 
 
+def test_the_notice_is_a_part_of_the_drain() -> None:
+    flags._check_drain(config.GraftConfig(drain_seconds=5, drain_notice_seconds=5))
+    with pytest.raises(ValueError, match=r"--graft-drain-notice-seconds: wanted at most the 5 of"):
+        flags._check_drain(config.GraftConfig(drain_seconds=5, drain_notice_seconds=6))
+
+
 def test_adapters_named_at_start_count() -> None:
     started = SimpleNamespace(lora_paths=["a", "b"])
     flags._check_count(config.GraftConfig(max_adapters=2), started)

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from sglang.srt.utils import auth
 from starlette.testclient import TestClient
 
-from sglang_graft.serving import listing, route_table, routes
+from sglang_graft.serving import listing, production_routes, route_table, routes
 from sglang_graft.serving.route_table import TABLE, Does, level, what_it_does
 
 ADMIN, API = {"Authorization": "Bearer admin"}, {"Authorization": "Bearer api"}
@@ -37,7 +37,7 @@ def real_paths() -> set[str]:
     from sglang.srt.entrypoints import http_server
 
     ours = FastAPI(openapi_url=None)
-    for router in routes.ROUTERS:
+    for router in (*routes.ROUTERS, production_routes.router):
         ours.include_router(router)
     listing.add_to(ours)
     return {*paths(http_server.app.router.routes), *paths(ours.router.routes)}
