@@ -9,12 +9,16 @@ import typer
 from rich.console import Console
 
 from sglang_graft import __version__
+from sglang_graft.cli import bench
+from sglang_graft.cli.plan import plan_command
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     help="Graft: many LoRA adapters and their KV in one GPU memory pool, for SGLang.",
 )
+app.add_typer(bench.app, name="bench")
+app.command("plan")(plan_command)
 
 
 @app.callback()
