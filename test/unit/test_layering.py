@@ -22,9 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "cache": {"pool"},
     "tiers": {"pool", "adapters", "cache"},
     "sim": _CORE | {"config"},
+    "bench": _CORE | {"config", "sim"},
     "engine": _CORE | {"config", "serving"},
     "serving": _CORE | {"config", "engine"},
-    "cli": _CORE | {"config", "engine", "serving", "sim"},
+    "cli": _CORE | {"config", "engine", "serving", "sim", "bench"},
     "config": set(),
     "__init__": set(),
 }

@@ -10,8 +10,8 @@ from typing import Any
 from sglang_graft.bench.units import Load, Results
 from sglang_graft.cache import Rates, policy_names
 from sglang_graft.config import GraftConfig
+from sglang_graft.sim.capacity import Model, predict
 from sglang_graft.sim.compare import Options
-from sglang_graft.sim.plan import Model, predict
 from sglang_graft.sim.sizes import Sizes
 
 _NOT_READ = 1e15

@@ -28,7 +28,7 @@ from sglang_graft.bench.samples import (
     stock_report,
     stock_sample,
 )
-from sglang_graft.bench.server import Running, ServerError, Settings, serving
+from sglang_graft.bench.server import Running, Settings, serving
 from sglang_graft.bench.units import Load, Results, Unit, write_json
 from sglang_graft.bench.warm import Warmer, flush
 from sglang_graft.sim.workloads import Workload
@@ -126,8 +126,8 @@ class Bench:
             with serving(first.peer, cut, adapters, self.settings, log) as server:
                 self.progress.say(f"{first.peer.label} answers after {server.start_s:.0f} s")
                 return asyncio.run(_Side(self, server, cut, workload).measure(units))
-        except (ServerError, RuntimeError) as error:
-            text = str(error)
+        except (RuntimeError, httpx.HTTPError) as error:  # the second: the server went away
+            text = str(error) or repr(error)
             missing = [unit for unit in units if not self.results.finished(unit)]
             return self._refuse(missing, cut, "failed", text) + len(units) - len(missing)
 

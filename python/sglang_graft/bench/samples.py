@@ -139,10 +139,10 @@ class Sampler:
 
 
 def stock_report(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The probe in `/server_info`. ValueError when the server has none."""
+    """The probe in `/server_info`. RuntimeError when the server has none."""
     state: Mapping[str, Any] = info["internal_states"][0]
     if _STOCK_KEY not in state:
-        raise ValueError(
+        raise RuntimeError(
             f"the server shows no {_STOCK_KEY}: wanted {STOCK_PROBE_ENV}=1 in its environment and"
             " the sglang-graft package beside it"
         )

@@ -68,6 +68,19 @@ def numbers(text: str, flag: str) -> list[float]:
     return found
 
 
+@app.command("model")
+def model_command(
+    shape: Annotated[str, typer.Argument(help="llama-3.1-8b or tiny.")],
+    out: Annotated[Path, typer.Option(help="Folder of the model.")],
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Write a base model with random weights of a known shape, and a tokenizer."""
+    from sglang_graft.bench.make_model import make_model
+
+    with _errors("model"):
+        typer.echo(f"wrote {make_model(shape, out, seed=seed)}")
+
+
 @app.command("run")
 def run_command(  # noqa: PLR0913 (typer: an option is a parameter)
     name: Annotated[str, typer.Argument(help="A workload of the protocol, or all.")],

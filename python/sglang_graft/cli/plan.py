@@ -55,9 +55,9 @@ def plan_command(  # noqa: PLR0913 (typer: an option is a parameter)
     from sglang_graft.bench.shape import ModelShape
     from sglang_graft.cache import Rates, make_policy
     from sglang_graft.cli.bench import numbers
+    from sglang_graft.sim.capacity import Figure, Goal, Model
+    from sglang_graft.sim.capacity import plan as search
     from sglang_graft.sim.compare import Options
-    from sglang_graft.sim.plan import Figure, Goal, Model
-    from sglang_graft.sim.plan import plan as search
     from sglang_graft.sim.sizes import Sizes
     from sglang_graft.sim.workloads import Size
 

@@ -110,7 +110,10 @@ def plan(
     """A row for each choice, cheapest first: fewest replicas, then least device memory, then least
     host memory. `met` says whether it reaches the goal; `problem` why it cannot be tried. No more
     replicas are tried than the goal needs.
+
+    ValueError for an unknown routing.
     """
+    router(model.routing, replicas=1, adapters=1, seed=0)
     for count in sorted(set(replicas)):
         met = False
         for budget in sorted(set(budgets_gb)):
