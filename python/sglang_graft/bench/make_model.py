@@ -112,7 +112,11 @@ def _parts(config: dict[str, Any], draw: Draw) -> Iterator[dict[str, torch.Tenso
 
 
 def _save_tokenizer(folder: Path, vocabulary: int) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import (  # type: ignore[import-untyped]
+        Tokenizer,
+        models,
+        pre_tokenizers,
+    )
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{token}": token for token in range(vocabulary)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ went wrong. `hit`: prompt tokens found in a cache. `to device`: bytes copied fro
 adapters (and of KV where there is a host tier). `invalid KV`: share of cached KV whose adapter was
 not on the device, mean over samples. `used`: share of the budget that held something usable, mean.
 `to best split`, `to default`: mean TTFT over that of the best static split at this rate, and over
-stock with {slots} slots. Several repeats: median (20 % and 80 % quantile over them)."""
+stock with {slots} slots; `of base`: where only the base model is asked, over that of a server
+without LoRA. Several repeats: median (20 % and 80 % quantile over them)."""
 _LIMITS = """\
 A row shows one run each, in which sides follow one another; unless repeats are given, differences
 of a few per cent are within what two runs of one side differ by. A lower bound of TTFT is marked
@@ -107,8 +109,7 @@ def _cells(found: Sequence[Row], row: Row) -> list[str]:
         _number(row, "moved", "invalid_kv_share", "mean", form=".1%"),
         _number(row, "moved", "used_share", "mean", form=".0%"),
         _answered(row),
-        _ratio(row, best_split(found, row.place, row.rate)),
-        _ratio(row, default_split(found, row.place, row.rate)),
+        *_ratios(found, row),
     ]
 
 
@@ -129,8 +130,18 @@ def _number(row: Row, *path: str, form: str, scale: float = 1.0) -> str:
     return f"{text} ({low:{form}}-{high:{form}})"
 
 
+def _ratios(found: Sequence[Row], row: Row) -> tuple[str, str]:
+    """To the best and the default split; under base traffic, to the server without LoRA."""
+    if row.peer["base_traffic"]:
+        here = (r for r in found if r.place == row.place and r.rate == row.rate)
+        ratio = _ratio(row, next((r for r in here if r.peer["engine"] == "base"), None))
+        return ratio if ratio == "-" else f"{ratio} of base", "-"
+    best = best_split(found, row.place, row.rate)
+    return _ratio(row, best), _ratio(row, default_split(found, row.place, row.rate))
+
+
 def _ratio(row: Row, other: Row | None) -> str:
-    if other is None or other.ttft_ms is None or row.ttft_ms is None or row.peer["base_traffic"]:
+    if other is None or other.ttft_ms is None or row.ttft_ms is None:
         return "-"
     return f"{row.ttft_ms / other.ttft_ms:.2f}x"
 
@@ -179,14 +190,20 @@ def _peaks(found: Sequence[Row], place: Place) -> Iterator[str]:
 def _budgets(found: Sequence[Row], place: Place) -> Iterator[str]:
     """How each peer cuts the budget, once for each."""
     seen: dict[str, dict[str, Any]] = {}
+    starts: dict[str, list[float]] = {}
     for row in found:
         if row.place == place:
+            starts.setdefault(row.label, []).extend(row.values("start_s"))
             for result in (*row.results, *row.problems):
                 seen.setdefault(row.label, result["split"])
-    yield "| peer | adapters, bytes | KV tokens | how the budget is cut |"
-    yield "|---|---:|---:|---|"
+    yield "| peer | start, s | adapters, bytes | KV tokens | how the budget is cut |"
+    yield "|---|---:|---:|---:|---|"
     for label, cut in seen.items():
-        yield f"| {label} | {cut['adapter_bytes']} | {cut['kv_tokens']} | {cut['arithmetic']} |"
+        start = f"{statistics.median(starts[label]):.0f}" if starts[label] else "-"
+        yield (
+            f"| {label} | {start} | {cut['adapter_bytes']} | {cut['kv_tokens']} | "
+            f"{cut['arithmetic']} |"
+        )
 
 
 def _losses(found: Sequence[Row]) -> Iterator[str]:

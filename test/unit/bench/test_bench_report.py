@@ -95,7 +95,9 @@ def test_ratios_are_to_the_best_and_to_the_default_split(results: Results) -> No
     assert line(text, "graft:cost", "2")[-2:] == ["0.40x", "0.30x"]
     assert line(text, "graft:lru", "4")[-2:] == ["0.50x", "0.39x"]
     assert line(text, "stock:8", "2")[-2:] == ["1.33x", "1.00x"]
-    assert line(text, "base", "2")[-2:] == ["-", "-"]  # other traffic: no ratio
+    assert line(text, "base", "2")[-2:] == ["1.00x of base", "-"]  # other traffic
+    results.write(unit("graft:base-traffic", 2.0), result(99.0))
+    assert line(report(results.folder), "graft:base-traffic", "2")[-2:] == ["1.10x of base", "-"]
 
 
 def test_peak_rates(results: Results) -> None:
