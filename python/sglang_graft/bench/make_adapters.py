@@ -48,9 +48,7 @@ def make_adapters(
         wanted |= {"bytes_per_rank": shape.adapter_bytes_per_rank, "dtype": shape.dtype_name}
         linked = None if distinct is None or place < distinct else own[place % distinct]
         if not _is_complete(home, wanted):
-            home.mkdir(parents=True, exist_ok=True)
-            (home / _MARK).unlink(missing_ok=True)
-            (home / _WEIGHTS).unlink(missing_ok=True)
+            _clear(home)
             if linked is None:
                 save_file(_tensors(shape, spec.rank, seed, index), home / _WEIGHTS)
             else:
@@ -62,6 +60,13 @@ def make_adapters(
         found[spec.name] = home
         done()
     return found
+
+
+def _clear(home: Path) -> None:
+    """The mark goes first: a run that is cut short leaves nothing that looks whole."""
+    home.mkdir(parents=True, exist_ok=True)
+    for name in (_MARK, _WEIGHTS):
+        (home / name).unlink(missing_ok=True)
 
 
 def _is_complete(home: Path, wanted: dict[str, object]) -> bool:

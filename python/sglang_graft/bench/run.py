@@ -75,7 +75,8 @@ class Plan:
 
 @dataclass(slots=True)
 class Bench:
-    """Runs a plan. `about`: machine and versions, kept in every result."""
+    """Runs a plan. `about`: machine and versions, kept in every result; `started`: the monotonic
+    time from which `stop_after_s` counts."""
 
     plan: Plan
     results: Results
@@ -83,7 +84,7 @@ class Bench:
     work: Path
     about: dict[str, Any]
     progress: Progress
-    _start: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
 
     def run(self) -> int:
         """Measure; returns how many units are left because of `stop_after_s`."""
@@ -139,15 +140,16 @@ class Bench:
         return len(units)
 
     def _usual_start(self) -> float:
-        """Seconds that starts took so far; a minute before the first one."""
-        starts = [r["start_s"] for r in self.results.read_all() if "start_s" in r]
-        return max(starts, default=60.0)
+        """Seconds that a start and warm-up took at most so far; a minute before the first one."""
+        known = [r for r in self.results.read_all() if "start_s" in r]
+        # The gate and the calibration take about as long as the rest of the warm-up.
+        return max((r["start_s"] + 2 * r["warm"]["seconds"] for r in known), default=60.0)
 
     def _time_for(self, unit: Unit, start_s: float = 0.0) -> bool:
         if self.plan.stop_after_s is None:
             return True
         needed = start_s + unit.load.seconds + self.plan.drain_s
-        fits = time.monotonic() - self._start + needed <= self.plan.stop_after_s
+        fits = time.monotonic() - self.started + needed <= self.plan.stop_after_s
         if not fits:
             self.progress.say(f"no time for {unit.key}, which may take {needed:.0f} s")
         return fits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shlex
 import signal
@@ -25,6 +26,7 @@ from sglang_graft.bench.shape import ModelShape
 HOST = "127.0.0.1"
 _STOP_S = 15.0
 _LOG_LINES = 40
+_PR_SET_PDEATHSIG = 1
 # SGLang's other LoRA backends are Triton kernels.
 _STOCK_BACKEND = {"cpu": "torch_native", "cuda": "csgmv"}
 
@@ -96,6 +98,7 @@ def serving(
             stdin=subprocess.DEVNULL,
             env=environment(peer),
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
     url = f"http://{HOST}:{port}"
     try:
@@ -103,6 +106,11 @@ def serving(
         yield Running(url, log, time.monotonic() - start, tuple(line))
     finally:
         stop(process)
+
+
+def _die_with_parent() -> None:
+    """Linux: a run that is killed leaves no server behind that holds the GPU for the next one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def environment(peer: Peer) -> dict[str, str]:

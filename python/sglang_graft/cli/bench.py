@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +57,16 @@ def _errors(command: str) -> Iterator[None]:
     except ValueError as error:
         typer.echo(f"graft bench {command}: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def _ends_when_told() -> Iterator[None]:
+    """SIGTERM ends the block as an exception does, so that its server is stopped too."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def numbers(text: str, flag: str) -> list[float]:
@@ -124,7 +136,8 @@ def run_command(  # noqa: PLR0913 (typer: an option is a parameter)
     from sglang_graft.cli.replay import workloads
 
     left = 0
-    with _errors("run"):
+    started = time.monotonic()
+    with _errors("run"), _ends_when_told():
         shape = ModelShape.read(model, device)
         more = {"all": server_args, "stock": stock_args, "base": base_args, "graft": graft_args}
         settings = Settings(
@@ -161,7 +174,8 @@ def run_command(  # noqa: PLR0913 (typer: an option is a parameter)
                 distinct=distinct_weights,
                 retry_failed=retry_failed,
             )
-            bench = Bench(plan, Results(out), settings, work_dir.expanduser(), about, progress)
+            work = work_dir.expanduser()
+            bench = Bench(plan, Results(out), settings, work, about, progress, started)
             left += bench.run()
     typer.echo(
         f"{left} units are left: run the same command again" if left else "all units are there"
