@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 
 from sglang_graft import __version__
-from sglang_graft.cli import adapters, sync, tenants
+from sglang_graft.cli import adapters, bench, sync, tenants
+from sglang_graft.cli.plan import plan_command
 from sglang_graft.cli.top import top
 
 app = typer.Typer(
@@ -17,10 +18,11 @@ app = typer.Typer(
     add_completion=False,
     help="Graft: many LoRA adapters and their KV in one GPU memory pool, for SGLang.",
 )
-
 app.add_typer(adapters.app, name="adapters")
+app.add_typer(bench.app, name="bench")
 app.add_typer(tenants.app, name="tenants")
 app.command()(sync.sync)
+app.command("plan")(plan_command)
 app.command()(top)
 
 

@@ -9,6 +9,8 @@ import os
 from sglang_graft import SGLANG_VERSION, config
 from sglang_graft.engine.hooks import HookError, register
 
+_PROBE_ENV = "GRAFT_STOCK_PROBE"
+
 
 def check_version() -> None:
     """Raise HookError when another SGLang than the pinned one is installed."""
@@ -41,8 +43,14 @@ def _register() -> None:
 
     flags.add_backend_choice()
     register(flags.HOOKS)
-    if multiprocessing.parent_process() is not None and config.published() is not None:
+    in_child = multiprocessing.parent_process() is not None
+    if in_child and config.published() is not None:
         # A child of a server that has Graft on. Imported here, because it imports the scheduler.
         from sglang_graft.engine import scheduler
 
         scheduler.install()
+    elif in_child and os.environ.get(_PROBE_ENV) == "1":
+        # Only reads and counts, for comparisons. Imports SGLang's scheduler as well.
+        from sglang_graft.engine import stock_probe
+
+        register(stock_probe.HOOKS)

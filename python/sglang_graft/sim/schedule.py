@@ -38,11 +38,13 @@ class Event:
 
 @dataclass(slots=True)
 class Schedule:
-    """events: in order.   ready_s: when each request came.   held: pages that running requests hold
-    just after each admission, in order of admission."""
+    """events: in order.   ready_s: when each request came.   first_s: when its first token came,
+    with a warm cache.   held: pages that running requests hold just after each admission, in order
+    of admission."""
 
     events: list[Event] = field(default_factory=list)
     ready_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
 
 
@@ -100,6 +102,7 @@ def schedule(trace: Trace, server: Server) -> Schedule:
     """
     clock, held, found = _Clock(trace), Held(trace), Schedule()
     found.ready_s = [0.0] * len(trace.demands)
+    found.first_s = [0.0] * len(trace.demands)
     known = bytearray(trace.blocks)
     free_at = 0.0
     while clock.waiting or clock.running:
@@ -118,6 +121,7 @@ def schedule(trace: Trace, server: Server) -> Schedule:
             found.events.append(Event(index, True))
             found.held.append(held.pages)
             free_at = now + _warm_prefill(demand, known, server.rates, trace.sizes.page_tokens)
+            found.first_s[index] = free_at
             output = demand.total - demand.prompt
             heapq.heappush(clock.running, (free_at + output * server.decode_s_per_token, index))
         elif clock.running:

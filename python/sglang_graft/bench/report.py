@@ -1,0 +1,274 @@
+"""The Markdown report: every row, good or bad, measured or missing."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_graft.bench import gate
+from sglang_graft.bench.table import (
+    DEFAULT_SLOTS,
+    GOAL_TTFT_MS,
+    Place,
+    Row,
+    best_split,
+    default_split,
+    peak,
+    places,
+    rows,
+)
+from sglang_graft.bench.units import Results
+
+_COLUMNS = (
+    *("peer", "rate", "TTFT mean", "P50", "P99", "TPOT mean", "P99", "req/s", "tok/s", "hit"),
+    *("loads", "evicted", "to device GB", "to host GB", "invalid KV", "used"),
+    *("answered", "to best split", "to default"),
+)
+_HEAD = """\
+Times in ms; TTFT counts from when a request was due. `answered`: of the requests sent, and what
+went wrong. `hit`: prompt tokens found in a cache. `to device`: bytes copied from host to device, of
+adapters (and of KV where there is a host tier). `invalid KV`: share of cached KV whose adapter was
+not on the device, mean over samples. `used`: share of the budget that held something usable, mean.
+`to best split`, `to default`: mean TTFT over that of the best static split at this rate, and over
+stock with {slots} slots; `of base`: where only the base model is asked, over that of a server
+without LoRA. Several repeats: median (20 % and 80 % quantile over them)."""
+_LIMITS = """\
+A row shows one run each, in which sides follow one another; unless repeats are given, differences
+of a few per cent are within what two runs of one side differ by. A lower bound of TTFT is marked
+with ≥: requests without any token count with the time that they had waited. The model's weights are
+random, so lengths are fixed and no text is judged."""
+
+
+def report(folder: Path, plots: Sequence[str] = ()) -> str:
+    """Of every result below `folder`. ValueError when there is none."""
+    results = Results(folder)
+    found = rows(results)
+    parts = [
+        "# Results",
+        *_about(found),
+        "",
+        _LIMITS,
+        "",
+        "## Do the sides agree?",
+        "",
+        *_gates(folder),
+    ]
+    parts += ["", "## Figures", "", _HEAD.format(slots=DEFAULT_SLOTS)]
+    for place in places(found):
+        parts += ["", f"### {place.title}", "", *_table(found, place), "", *_peaks(found, place)]
+        parts += ["", *_budgets(found, place)]
+    parts += ["", "## Where Graft does not win here", "", *_losses(found)]
+    parts += ["", "## Not measured", "", *_missing(found)]
+    if plots:
+        parts += ["", "## Plots", "", *(f"![{Path(path).stem}]({path})" for path in plots)]
+    return "\n".join(parts)
+
+
+def _about(found: Sequence[Row]) -> Iterator[str]:
+    """Machines and versions, each distinct one once."""
+    seen = [json.dumps(r["about"], sort_keys=True) for row in found for r in row.results]
+    for text in dict.fromkeys(seen):
+        about = json.loads(text)
+        yield ""
+        yield f"Measured on: {about['machine']}. Model: {about['model']}, {about['dtype']}."
+        names = [f"{name} {value}" for name, value in about["versions"].items() if value]
+        yield f"Versions: {', '.join(names)}."
+
+
+def _table(found: Sequence[Row], place: Place) -> Iterator[str]:
+    yield "| " + " | ".join(_COLUMNS) + " |"
+    yield "|---|" + "---:|" * (len(_COLUMNS) - 1)
+    for row in found:
+        if row.place == place:
+            yield "| " + " | ".join(_cells(found, row)) + " |"
+
+
+def _cells(found: Sequence[Row], row: Row) -> list[str]:
+    if not row.results:
+        return [row.label, _rate(row), f"**{_why_not(row)}**", *[""] * (len(_COLUMNS) - 3)]
+    cut = "≥" if any(r["figures"]["ttft_cut"] for r in row.results) else ""
+    gigabytes = 1e-9
+    return [
+        row.label,
+        _rate(row),
+        cut + _number(row, "figures", "ttft_ms", "mean", form=".0f"),
+        cut + _number(row, "figures", "ttft_ms", "p50", form=".0f"),
+        cut + _number(row, "figures", "ttft_ms", "p99", form=".0f"),
+        _number(row, "figures", "tpot_ms", "mean", form=".1f"),
+        _number(row, "figures", "tpot_ms", "p99", form=".1f"),
+        _number(row, "figures", "requests_per_s", form=".2f"),
+        _number(row, "figures", "output_tokens_per_s", form=".0f"),
+        _number(row, "figures", "prefix_hit_rate", form=".0%"),
+        _number(row, "moved", "loads", form=".0f"),
+        _number(row, "moved", "evictions", form=".0f"),
+        _number(row, "moved", "bytes_to_device", form=".3g", scale=gigabytes),
+        _number(row, "moved", "bytes_to_host", form=".3g", scale=gigabytes),
+        _number(row, "moved", "invalid_kv_share", "mean", form=".1%"),
+        _number(row, "moved", "used_share", "mean", form=".0%"),
+        _answered(row),
+        *_ratios(found, row),
+    ]
+
+
+def _rate(row: Row) -> str:
+    return "-" if row.rate is None else f"{row.rate:g}"
+
+
+def _number(row: Row, *path: str, form: str, scale: float = 1.0) -> str:
+    values = sorted(value * scale for value in row.values(*path))
+    if not values:
+        return "-"
+    middle = row.middle(*path)
+    assert middle is not None, path
+    text = format(middle * scale, form)
+    if len(values) == 1:
+        return text
+    low, high = (values[round(q * (len(values) - 1))] for q in (0.2, 0.8))
+    return f"{text} ({low:{form}}-{high:{form}})"
+
+
+def _ratios(found: Sequence[Row], row: Row) -> tuple[str, str]:
+    """To the best and the default split; under base traffic, to the server without LoRA."""
+    if row.peer["base_traffic"]:
+        here = (r for r in found if r.place == row.place and r.rate == row.rate)
+        ratio = _ratio(row, next((r for r in here if r.peer["engine"] == "base"), None))
+        return ratio if ratio == "-" else f"{ratio} of base", "-"
+    best = best_split(found, row.place, row.rate)
+    return _ratio(row, best), _ratio(row, default_split(found, row.place, row.rate))
+
+
+def _ratio(row: Row, other: Row | None) -> str:
+    if other is None or other.ttft_ms is None or row.ttft_ms is None:
+        return "-"
+    return f"{row.ttft_ms / other.ttft_ms:.2f}x"
+
+
+def _answered(row: Row) -> str:
+    total = {
+        key: sum(r["figures"][key] for r in row.results)
+        for key in ("completed", "sent", "errors", "unfinished", "not_sent")
+    }
+    text = f"{total['completed']} of {total['sent']}"
+    wrong = [
+        f"{total[key]} {key.replace('_', ' ')}"
+        for key in ("errors", "unfinished", "not_sent")
+        if total[key]
+    ]
+    return ", ".join([text, *wrong])
+
+
+def _why_not(row: Row) -> str:
+    if not row.problems:
+        return "missing"
+    first = row.problems[0]
+    text = str(first["why"]).splitlines()[-1 if first["status"] == "failed" else 0]
+    return f"{first['status']}: {text[:160].replace('|', '/')}"
+
+
+def _peaks(found: Sequence[Row], place: Place) -> Iterator[str]:
+    """The highest rate that each peer serves, where more than one was tried."""
+    labels = list(dict.fromkeys(row.label for row in found if row.place == place))
+    default = peak(found, place, f"stock:{DEFAULT_SLOTS}")
+    peaks = {label: peak(found, place, label) for label in labels}
+    if all(own.tried < 2 for own in peaks.values()):
+        return
+    yield f"Highest rate tried with mean TTFT below {GOAL_TTFT_MS:g} ms, all requests answered:"
+    yield ""
+    yield "| peer | rate | to default split |"
+    yield "|---|---:|---:|"
+    for label, own in peaks.items():
+        rate = f"none of {own.tried}" if own.rate is None else f"{own.rate:g}"
+        if own.tried == 0:
+            rate = "not measured"
+        ratio = f"{own.rate / default.rate:.2f}x" if own.rate and default.rate else "-"
+        yield f"| {label} | {'≥ ' if own.open_above else ''}{rate} | {ratio} |"
+
+
+def _budgets(found: Sequence[Row], place: Place) -> Iterator[str]:
+    """How each peer cuts the budget, once for each."""
+    seen: dict[str, dict[str, Any]] = {}
+    starts: dict[str, list[float]] = {}
+    for row in found:
+        if row.place == place:
+            starts.setdefault(row.label, []).extend(row.values("start_s"))
+            for result in (*row.results, *row.problems):
+                seen.setdefault(row.label, result["split"])
+    yield "| peer | start, s | adapters, bytes | KV tokens | how the budget is cut |"
+    yield "|---|---:|---:|---:|---|"
+    for label, cut in seen.items():
+        start = f"{statistics.median(starts[label]):.0f}" if starts[label] else "-"
+        yield (
+            f"| {label} | {start} | {cut['adapter_bytes']} | {cut['kv_tokens']} | "
+            f"{cut['arithmetic']} |"
+        )
+
+
+def _losses(found: Sequence[Row]) -> Iterator[str]:
+    """Rows of Graft that are no better than the best static split, worst first."""
+    worse = []
+    for row in found:
+        best = best_split(found, row.place, row.rate)
+        own = row.peer["engine"] == "graft" and not row.peer["base_traffic"]
+        if own and best and row.ttft_ms is not None and best.ttft_ms is not None:
+            ratio = row.ttft_ms / best.ttft_ms
+            if ratio >= 1.0:
+                worse.append((ratio, row, best))
+    if not worse:
+        yield "No row with Graft has a mean TTFT at or above that of the best static split."
+        return
+    yield "| workload | peer | rate | mean TTFT | best split | ratio |"
+    yield "|---|---|---:|---:|---|---:|"
+    for ratio, row, best in sorted(worse, key=lambda entry: -entry[0]):
+        yield (
+            f"| {row.place.title} | {row.label} | {_rate(row)} | {row.ttft_ms:.0f} | "
+            f"{best.label}: {best.ttft_ms:.0f} | {ratio:.2f}x |"
+        )
+
+
+def _missing(found: Sequence[Row]) -> Iterator[str]:
+    lines = [
+        f"- {row.place.title}, {row.label}, rate {_rate(row)}: {row.missing} of {row.asked} units"
+        for row in found
+        if row.missing
+    ]
+    yield from lines or ["Every unit that was asked for was tried."]
+
+
+def _gates(folder: Path) -> Iterator[str]:
+    """Graft against stock on the same questions, and each side against itself."""
+    found = [json.loads(path.read_text()) for path in sorted((folder / "gates").glob("*.json"))]
+    if not found:
+        yield "Not asked."
+        return
+    yield (
+        "Greedy answers of the base model and of adapters of every rank. A parting above the "
+        "tolerance (gap of the two best log-probabilities) is a disagreement. Mean difference: of "
+        "the log-probabilities before they part."
+    )
+    yield ""
+    yield "| workload | sides | equal | widest gap where they part | mean difference | agree |"
+    yield "|---|---|---:|---:|---:|---|"
+    for one in found:
+        label = one["peer"]["label"]
+        yield _gate_line(one, f"{label}: alone, all at once", one["itself"])
+        stock = next((g for g in found if g["peer"]["engine"] == "stock" and _same(one, g)), None)
+        if one["peer"]["engine"] != "stock" and stock is not None:
+            verdict = gate.compare(stock["alone"], one["alone"], one["dtype"])
+            yield _gate_line(one, f"{stock['peer']['label']}, {label}", verdict)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[key] == other[key] for key in ("workload", "budget_gb"))
+
+
+def _gate_line(one: dict[str, Any], sides: str, verdict: dict[str, Any]) -> str:
+    agree = "yes" if verdict["agree"] else "**no**"
+    return (
+        f"| {one['workload']}, {one['budget_gb']:g} GB | {sides} | "
+        f"{verdict['equal']} of {verdict['answers']} | "
+        f"{verdict['largest_gap_where_they_part']:.4f} (tolerance {verdict['tolerance']}) | "
+        f"{verdict['mean_logprob_difference']:.2g} | {agree} |"
+    )

@@ -1,0 +1,290 @@
+"""Measure what is missing: one server for each peer and budget, one unit after the other on it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from sglang_graft.bench import gate
+from sglang_graft.bench.budget import Split, split
+from sglang_graft.bench.client import HttpClient
+from sglang_graft.bench.clock import RealClock
+from sglang_graft.bench.figures import columns, figures, moved
+from sglang_graft.bench.make_adapters import make_adapters
+from sglang_graft.bench.peers import Peer
+from sglang_graft.bench.play import Player, Record
+from sglang_graft.bench.samples import (
+    Sample,
+    Sampler,
+    StockSizes,
+    graft_sample,
+    stock_report,
+    stock_sample,
+)
+from sglang_graft.bench.server import Running, Settings, serving
+from sglang_graft.bench.units import Load, Results, Unit, write_json
+from sglang_graft.bench.warm import Warmer, flush
+from sglang_graft.sim.workloads import Workload
+
+# Without a limit of its own a connection would wait for a free one, and TTFT with it.
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
+_ANSWER_S = 3600.0
+
+
+class Progress(Protocol):
+    """Told what happens; shows it as it likes."""
+
+    def say(self, text: str) -> None:
+        """A line about what begins or has ended."""
+
+    def requests(self, done: int, planned: int, last: Record) -> None:
+        """A request of the unit that is measured has ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to measure, and how.
+
+    stop_after_s: no unit begins that could run past it (a call on a borrowed machine has an end);
+    drain_s: how long after the last first turn answers are waited for.
+    """
+
+    peers: Sequence[Peer]
+    loads: Sequence[Load]
+    budgets_gb: Sequence[float]
+    drain_s: float = 60.0
+    sample_s: float = 2.0
+    stop_after_s: float | None = None
+    distinct: int | None = None
+    retry_failed: bool = False
+
+    def units(self) -> Iterator[Unit]:
+        """All of them; those that share a server are neighbours."""
+        for budget in self.budgets_gb:
+            for peer in self.peers:
+                for load in self.loads:
+                    yield Unit(peer=peer, load=load, budget_gb=budget)
+
+
+@dataclass(slots=True)
+class Bench:
+    """Runs a plan. `about`: machine and versions, kept in every result; `started`: the monotonic
+    time from which `stop_after_s` counts."""
+
+    plan: Plan
+    results: Results
+    settings: Settings
+    work: Path
+    about: dict[str, Any]
+    progress: Progress
+    started: float = field(default_factory=time.monotonic)
+
+    def run(self) -> int:
+        """Measure; returns how many units are left because of `stop_after_s`."""
+        self.results.ask(self.plan.units())
+        missing = [unit for unit in self.plan.units() if not self._is_done(unit)]
+        every = sum(1 for _ in self.plan.units())
+        self.progress.say(
+            f"{every - len(missing)} of {every} units are there, {len(missing)} to go"
+        )
+        left = len(missing)
+        for _, group in groupby(missing, key=lambda unit: (unit.budget_gb, unit.peer)):
+            units = list(group)
+            if not self._time_for(units[0], start_s=self._usual_start()):
+                break
+            left -= self._measure(units)
+        return left
+
+    def _is_done(self, unit: Unit) -> bool:
+        if not self.results.finished(unit):
+            return False
+        return not (self.plan.retry_failed and self.results.status(unit) == "failed")
+
+    def _measure(self, units: list[Unit]) -> int:
+        """Units that share a server; returns how many of them are done now."""
+        first = units[0]
+        workload = first.load.workload()
+        cut = split(first.peer, first.budget_gb, self.settings.shape, workload)
+        if cut.problem:
+            return self._refuse(units, cut, "infeasible", cut.problem)
+        adapters = make_adapters(
+            self.work / "adapters" / first.load.name,
+            workload.adapters,
+            self.settings.shape,
+            seed=0,
+            distinct=self.plan.distinct,
+        )
+        log = self.work / "logs" / f"{first.key}.log"
+        self.progress.say(f"starting {first.peer.label}, {first.budget_gb:g} GB: {cut.arithmetic}")
+        try:
+            with serving(first.peer, cut, adapters, self.settings, log) as server:
+                self.progress.say(f"{first.peer.label} answers after {server.start_s:.0f} s")
+                return asyncio.run(_Side(self, server, cut, workload).measure(units))
+        except (RuntimeError, httpx.HTTPError) as error:  # the second: the server went away
+            text = str(error) or repr(error)
+            missing = [unit for unit in units if not self.results.finished(unit)]
+            return self._refuse(missing, cut, "failed", text) + len(units) - len(missing)
+
+    def _refuse(self, units: list[Unit], cut: Split, status: str, why: str) -> int:
+        for unit in units:
+            self.progress.say(f"{unit.key}: {status}: {why.splitlines()[0]}")
+            result = {"status": status, "why": why, "split": cut.report(), "about": self.about}
+            self.results.write(unit, result)
+        return len(units)
+
+    def _usual_start(self) -> float:
+        """Seconds that a start and warm-up took at most so far; a minute before the first one."""
+        known = [r for r in self.results.read_all() if "start_s" in r]
+        # The gate and the calibration take about as long as the rest of the warm-up.
+        return max((r["start_s"] + 2 * r["warm"]["seconds"] for r in known), default=60.0)
+
+    def _time_for(self, unit: Unit, start_s: float = 0.0) -> bool:
+        if self.plan.stop_after_s is None:
+            return True
+        needed = start_s + unit.load.seconds + self.plan.drain_s
+        fits = time.monotonic() - self.started + needed <= self.plan.stop_after_s
+        if not fits:
+            self.progress.say(f"no time for {unit.key}, which may take {needed:.0f} s")
+        return fits
+
+
+@dataclass(slots=True)
+class _Side:
+    """A running server and what is measured on it."""
+
+    bench: Bench
+    server: Running
+    cut: Split
+    workload: Workload
+    host_bytes: int = 0
+
+    async def measure(self, units: list[Unit]) -> int:
+        """Check, warm, ask the gate's questions, then every unit; returns how many were done."""
+        first = units[0]
+        client = httpx.AsyncClient(base_url=self.server.url, limits=_LIMITS, timeout=_ANSWER_S)
+        async with client:
+            await self._check(client, first.peer)
+            warm = await self._warm(client, first.peer)
+            await self._gate(client, first)
+            for done, unit in enumerate(units):
+                if not self.bench._time_for(unit):
+                    return done
+                await flush(client)
+                result = await self._unit(client, unit)
+                result |= {"warm": warm, "start_s": self.server.start_s}
+                self.bench.results.write(unit, result)
+                ttft = result["figures"]["ttft_ms"]["mean"]
+                self.bench.progress.say(f"{unit.key}: mean TTFT {ttft:.0f} ms")
+        return len(units)
+
+    async def _check(self, client: httpx.AsyncClient, peer: Peer) -> None:
+        """The server must hold what was computed for it, no more and no less."""
+        info = (await client.get("/server_info")).json()
+        got = info["max_total_num_tokens"]
+        if got != self.cut.kv_tokens:
+            raise RuntimeError(
+                f"{peer.label}: wanted {self.cut.kv_tokens} tokens of KV, the server has {got}:"
+                " raise --mem-fraction-static in --server-args, or lower --budget-gb"
+            )
+        if peer.engine == "graft":
+            report = (await client.get("/graft/pool")).json()
+            held = report["pages"]["total"] * report["page_bytes"]
+            self.host_bytes = report["host"]["pages"]["total"] * report["page_bytes"]
+            if held > self.cut.budget_bytes:
+                raise RuntimeError(f"{peer.label}: the pool has {held} bytes, more than the budget")
+        else:
+            stock_report(info)
+
+    async def _warm(self, client: httpx.AsyncClient, peer: Peer) -> dict[str, Any]:
+        self.bench.progress.say(f"warming {peer.label}")
+        clock = RealClock()
+
+        async def empty() -> None:
+            await flush(client)
+
+        warmer = Warmer(
+            HttpClient(client, clock),
+            self.workload,
+            self.bench.settings.shape.vocabulary,
+            peer.base_traffic,
+            empty,
+            clock.now,
+        )
+        return await warmer.warm()
+
+    async def _gate(self, client: httpx.AsyncClient, unit: Unit) -> None:
+        shape = self.bench.settings.shape
+        answers = await gate.ask(client, self.workload, shape.vocabulary, unit.peer.base_traffic)
+        itself = gate.compare(answers["alone"], answers["at_once"], shape.dtype_name)
+        name = f"{unit.load.name}-{unit.budget_gb:g}gb-{unit.peer.slug}.json"
+        found: dict[str, Any] = {
+            "peer": asdict(unit.peer),
+            "workload": unit.load.name,
+            "dtype": shape.dtype_name,
+        }
+        found |= {"budget_gb": unit.budget_gb, "itself": itself, **answers}
+        write_json(self.bench.results.folder / "gates" / name, found)
+
+    async def _unit(self, client: httpx.AsyncClient, unit: Unit) -> dict[str, Any]:
+        workload = unit.load.workload()
+        clock = RealClock()
+        player = Player(
+            workload,
+            HttpClient(client, clock),
+            clock,
+            self.bench.settings.shape.vocabulary,
+            base_traffic=unit.peer.base_traffic,
+        )
+        planned = len(workload.requests)
+        player.done = lambda record: self.bench.progress.requests(
+            len(player.records), planned, record
+        )
+        sampler = self._sampler(client, unit.peer, workload)
+        task = asyncio.create_task(sampler.run())
+        records = await player.play(unit.load.seconds + self.bench.plan.drain_s)
+        await sampler.stop(task)
+        return {
+            "status": "measured",
+            "about": self.bench.about,
+            "command": _without_paths(self.server.line),
+            "split": self.cut.report(),
+            "sizes": asdict(self.bench.settings.shape.sizes),
+            "host_bytes": self.host_bytes,
+            "adapters": [[adapter.name, adapter.rank] for adapter in workload.adapters],
+            "figures": figures(records, planned),
+            "moved": moved(sampler.samples),
+            "samples": sampler.columns(),
+            "samples_missed": sampler.missed,
+            "records": columns(records),
+        }
+
+    def _sampler(self, client: httpx.AsyncClient, peer: Peer, workload: Workload) -> Sampler:
+        shape, clock = self.bench.settings.shape, RealClock()
+        period = self.bench.plan.sample_s
+        if peer.engine == "graft":
+            return Sampler(client, "/graft/pool", graft_sample, clock, period)
+        per_rank = shape.adapter_bytes_per_rank
+        sizes = StockSizes(
+            shape.kv_bytes_per_token,
+            max(adapter.rank for adapter in workload.adapters) * per_rank,
+            {adapter.name: adapter.rank * per_rank for adapter in workload.adapters},
+        )
+
+        def read(info: Any, at_s: float) -> Sample:
+            return stock_sample(stock_report(info), at_s, sizes)
+
+        return Sampler(client, "/server_info", read, clock, period)
+
+
+def _without_paths(line: Sequence[str]) -> list[str]:
+    """The command as others can run it: no folders of this machine, no adapter one by one."""
+    kept = list(line[: line.index("--lora-paths") + 1] if "--lora-paths" in line else line)
+    place = kept.index("--model-path") + 1
+    return ["python", *kept[1:place], "MODEL", *kept[place + 1 :]]

@@ -1,0 +1,154 @@
+"""Results as rows: units that differ in their seed alone are one row, those never measured too."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_graft.bench.units import Results
+
+DEFAULT_SLOTS = 8
+"""Stock SGLang's own `--max-loras-per-batch`."""
+GOAL_TTFT_MS = 500.0
+"""A rate counts as served when the mean time to the first token stays below this."""
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a table is about."""
+
+    workload: str
+    adapters: int | None
+    seconds: float
+    most: int | None
+    budget_gb: float
+
+    @property
+    def title(self) -> str:
+        """For a heading."""
+        parts = [self.workload, f"{self.budget_gb:g} GB", f"first turns for {self.seconds:g} s"]
+        if self.adapters is not None:
+            parts.append(f"{self.adapters} adapters")
+        if self.most is not None:
+            parts.append(f"at most {self.most} requests")
+        return ", ".join(parts)
+
+
+@dataclass(slots=True)
+class Row:
+    """One peer at one rate. `asked`: how many units were wanted, measured or not."""
+
+    place: Place
+    peer: dict[str, Any]
+    rate: float | None
+    asked: int = 0
+    results: list[Result] = field(default_factory=list)
+    problems: list[Result] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """The peer's name."""
+        return str(self.peer["label"])
+
+    @property
+    def is_split(self) -> bool:
+        """Whether this is a static split under the workload's own traffic."""
+        return self.peer["engine"] == "stock" and not self.peer["base_traffic"]
+
+    @property
+    def missing(self) -> int:
+        """Units that were asked for and not tried yet."""
+        return self.asked - len(self.results) - len(self.problems)
+
+    def values(self, *path: str) -> list[float]:
+        """A figure of every repeat that has it."""
+        found = []
+        for result in self.results:
+            value: Any = result
+            for key in path:
+                value = None if value is None else value.get(key)
+            if value is not None:
+                found.append(float(value))
+        return found
+
+    def middle(self, *path: str) -> float | None:
+        """Its median over repeats, or None."""
+        values = self.values(*path)
+        return statistics.median(values) if values else None
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Median over repeats of the mean time to the first token."""
+        return self.middle("figures", "ttft_ms", "mean")
+
+    @property
+    def whole(self) -> bool:
+        """Whether every request of every repeat was answered."""
+        bad = ("errors", "unfinished", "not_sent")
+        return bool(self.results) and all(r["figures"][k] == 0 for r in self.results for k in bad)
+
+
+def rows(results: Results) -> list[Row]:
+    """Every row, measured or not, in the order in which they were asked for."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for unit in results.asked().values():
+        _row(found, unit).asked += 1
+    for result in results.read_some():
+        row = _row(found, result["unit"])
+        kept = row.results if result["status"] == "measured" else row.problems
+        kept.append(result)
+        row.asked = max(row.asked, len(row.results) + len(row.problems))
+    return list(found.values())
+
+
+def _row(found: dict[tuple[Any, ...], Row], unit: dict[str, Any]) -> Row:
+    load = unit["load"]
+    place = Place(load["name"], load["adapters"], load["seconds"], load["most"], unit["budget_gb"])
+    key = (place, unit["peer"]["label"], load["rate"])
+    return found.setdefault(key, Row(place, unit["peer"], load["rate"]))
+
+
+def places(found: Sequence[Row]) -> list[Place]:
+    """The tables, each once."""
+    return list(dict.fromkeys(row.place for row in found))
+
+
+def best_split(found: Iterable[Row], place: Place, rate: float | None) -> Row | None:
+    """The static split with the lowest mean TTFT there."""
+    splits = [r for r in found if r.place == place and r.rate == rate and r.is_split]
+    return min(
+        (r for r in splits if r.ttft_ms is not None), key=lambda r: r.ttft_ms or 0, default=None
+    )
+
+
+def default_split(found: Iterable[Row], place: Place, rate: float | None) -> Row | None:
+    """Stock with its default number of slots there."""
+    splits = (r for r in found if r.place == place and r.rate == rate and r.is_split)
+    by_default = (r for r in splits if r.peer["slots"] == DEFAULT_SLOTS)
+    return next((r for r in by_default if r.ttft_ms is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The highest rate that a peer served. `open_above`: it was the highest that was tried;
+    rate None: it served none of those tried; `tried` counts them."""
+
+    rate: float | None
+    open_above: bool
+    tried: int
+
+
+def peak(found: Iterable[Row], place: Place, label: str) -> Peak:
+    """Of one peer: the highest measured rate up to which every one was served."""
+    own = [r for r in found if r.place == place and r.label == label and r.rate is not None]
+    own = sorted((r for r in own if r.results), key=lambda r: r.rate or 0)
+    best: float | None = None
+    for row in own:
+        if not row.whole or row.ttft_ms is None or row.ttft_ms >= GOAL_TTFT_MS:
+            return Peak(best, False, len(own))
+        best = row.rate
+    return Peak(best, bool(own), len(own))

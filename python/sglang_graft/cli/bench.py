@@ -1,0 +1,241 @@
+"""`graft bench`: measure peers side by side, and report."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure stock SGLang and Graft at one budget of bytes, and report.",
+)
+if TYPE_CHECKING:
+    from sglang_graft.bench.shape import ModelShape
+
+_CACHE = Path("~/.cache/graft/bench")
+_PROTOCOL_RATES: dict[str, list[float | None]] = {"uniform-cold": [4.0, 8.0, 16.0]}
+_STATUS_S = 10.0
+
+
+class Lines:
+    """Progress as lines, at most one every ten seconds within a unit."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._start = self._last = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """See bench.run.Progress."""
+        self._console.print(
+            f"[dim]{time.monotonic() - self._start:6.0f} s[/] {text}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def requests(self, done: int, planned: int, last: object) -> None:
+        """See bench.run.Progress."""
+        if time.monotonic() - self._last > _STATUS_S:
+            self._last = time.monotonic()
+            self.say(f"  {done} of {planned} requests sent")
+
+
+@contextmanager
+def _errors(command: str) -> Iterator[None]:
+    """Wrong use ends with its reason and code 2."""
+    try:
+        yield
+    except ValueError as error:
+        typer.echo(f"graft bench {command}: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def _ends_when_told() -> Iterator[None]:
+    """SIGTERM ends the block as an exception does, so that its server is stopped too."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def numbers(text: str, flag: str) -> list[float]:
+    """Numbers above 0 with commas. ValueError otherwise."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [0.0]
+    if not all(number > 0 for number in found):
+        raise ValueError(f"{flag}: wanted numbers above 0 with commas, got {text!r}")
+    return found
+
+
+@app.command("model")
+def model_command(
+    shape: Annotated[str, typer.Argument(help="llama-3.1-8b or tiny.")],
+    out: Annotated[Path, typer.Option(help="Folder of the model.")],
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Write a base model with random weights of a known shape, and a tokenizer."""
+    from sglang_graft.bench.make_model import make_model
+
+    with _errors("model"):
+        typer.echo(f"wrote {make_model(shape, out, seed=seed)}")
+
+
+@app.command("run")
+def run_command(  # noqa: PLR0913 (typer: an option is a parameter)
+    name: Annotated[str, typer.Argument(help="A workload of the protocol, or all.")],
+    model: Annotated[Path, typer.Option(help="Folder of the base model.")],
+    out: Annotated[Path, typer.Option(help="Folder of results; finished units are kept.")],
+    peer: Annotated[
+        list[str], typer.Option(help="stock:8,16 or base or graft:cost,lru+no-prefetch; repeat.")
+    ],
+    budget_gb: Annotated[str, typer.Option(help="Bytes for adapters and KV, in 1e9.")] = "12",
+    rates: Annotated[str, typer.Option(help="First turns a second; default: protocol.")] = "",
+    seconds: Annotated[float, typer.Option(min=0.1, help="First turns come this long.")] = 60.0,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="With other seeds each.")] = 1,
+    adapters: Annotated[int | None, typer.Option(min=2, help="Default: the protocol's.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="At most this many.")] = None,
+    distinct_weights: Annotated[
+        int | None,
+        typer.Option(min=1, help="Weight files of one rank; more adapters share them, scaled."),
+    ] = None,
+    drain_s: Annotated[float, typer.Option(min=0, help="Wait for answers this long.")] = 60.0,
+    stop_after_s: Annotated[
+        float | None, typer.Option(help="Begin no unit that could run past this.")
+    ] = None,
+    server_args: Annotated[str, typer.Option(help="Flags for all servers.")] = "",
+    stock_args: Annotated[str, typer.Option(help="Flags for stock SGLang.")] = "",
+    base_args: Annotated[str, typer.Option(help="Flags for the server without LoRA.")] = "",
+    graft_args: Annotated[str, typer.Option(help="Flags for Graft.")] = "",
+    start_limit_s: Annotated[float, typer.Option(help="Give up a start after this.")] = 600.0,
+    retry_failed: Annotated[bool, typer.Option(help="Measure failed units again.")] = False,
+    work_dir: Annotated[Path, typer.Option(help="Adapters and logs.")] = _CACHE,
+    commit: Annotated[str, typer.Option(help="Where the tree has no history.")] = "",
+) -> None:
+    """Measure what is missing below OUT; the same command again goes on where it stopped."""
+    from sglang_graft.bench.machine import machine, versions
+    from sglang_graft.bench.peers import parse_peers
+    from sglang_graft.bench.run import Bench, Plan
+    from sglang_graft.bench.server import Settings
+    from sglang_graft.bench.shape import ModelShape
+    from sglang_graft.bench.units import Load, Results
+    from sglang_graft.cli.replay import workloads
+
+    left = 0
+    started = time.monotonic()
+    with _errors("run"), _ends_when_told():
+        shape = ModelShape.read(model, device)
+        more = {"all": server_args, "stock": stock_args, "base": base_args, "graft": graft_args}
+        settings = Settings(
+            model=model.resolve(),
+            shape=shape,
+            device=device,
+            more={engine: shlex.split(text) for engine, text in more.items()},
+            start_limit_s=start_limit_s,
+        )
+        about = {"machine": machine(device), "versions": versions(device, commit or None)}
+        about |= {"dtype": shape.dtype_name, "model": _model_text(shape)}
+        progress = Lines(Console())
+        for workload in workloads(name):
+            wanted = _PROTOCOL_RATES.get(workload, [None])
+            if rates:
+                wanted = [*numbers(rates, "--rates")]
+            plan = Plan(
+                peers=parse_peers(peer),
+                loads=[
+                    Load(
+                        name=workload,
+                        rate=rate,
+                        seconds=seconds,
+                        adapters=adapters,
+                        most=requests,
+                        seed=seed + repeat,
+                    )
+                    for repeat in range(repeats)
+                    for rate in wanted
+                ],
+                budgets_gb=numbers(budget_gb, "--budget-gb"),
+                drain_s=drain_s,
+                stop_after_s=stop_after_s,
+                distinct=distinct_weights,
+                retry_failed=retry_failed,
+            )
+            work = work_dir.expanduser()
+            bench = Bench(plan, Results(out), settings, work, about, progress, started)
+            left += bench.run()
+    typer.echo(
+        f"{left} units are left: run the same command again" if left else "all units are there"
+    )
+
+
+def _model_text(shape: ModelShape) -> str:
+    """The model by its shape alone."""
+    spec = shape.spec
+    return (
+        f"{spec.layers} layers, hidden {spec.linears[0].in_features}, "
+        f"{shape.kv_heads} KV heads of {shape.head_dim}, vocabulary {shape.vocabulary}; "
+        f"{shape.kv_bytes_per_token} B of KV a token, {shape.adapter_bytes_per_rank} B a rank"
+    )
+
+
+@app.command("report")
+def report_command(
+    results: Annotated[Path, typer.Argument(help="Folder of results.")],
+    markdown: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots.")] = None,
+) -> None:
+    """Tables of all that was measured, against the best and the default static split."""
+    from sglang_graft.bench.plots import draw
+    from sglang_graft.bench.report import report
+
+    with _errors("report"):
+        drawn = draw(results, plots) if plots is not None else []
+        text = report(results, [_beside(path, markdown) for path in drawn])
+        if markdown is None:
+            typer.echo(text)
+        else:
+            markdown.parent.mkdir(parents=True, exist_ok=True)
+            markdown.write_text(text + "\n")
+            typer.echo(f"wrote {markdown} and {len(drawn)} plots")
+
+
+def _beside(path: Path, page: Path | None) -> str:
+    """The path as a page at `page` links to it."""
+    if page is None:
+        return str(path)
+    return os.path.relpath(path, page.parent)
+
+
+@app.command("export")
+def export_command(
+    name: Annotated[str, typer.Argument(help="A workload of the protocol, or all.")],
+    model: Annotated[Path, typer.Option(help="Folder of the base model, with its tokenizer.")],
+    out: Annotated[Path, typer.Option(help="Folder for the files.")],
+    rate: Annotated[float | None, typer.Option(min=0, help="First turns a second.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1)] = 60.0,
+    adapters: Annotated[int | None, typer.Option(min=2)] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Write workloads as files that `sglang.bench_serving` replays, and the commands to do so."""
+    from sglang_graft.bench.export import export
+    from sglang_graft.bench.units import Load
+    from sglang_graft.cli.replay import workloads
+
+    with _errors("export"):
+        for workload in workloads(name):
+            load = Load(name=workload, rate=rate, seconds=seconds, adapters=adapters, seed=seed)
+            typer.echo(export(load, model, out))

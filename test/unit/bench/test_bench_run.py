@@ -1,0 +1,247 @@
+"""Runs against fake servers: what is measured is kept, and is not measured again."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import helpers_bench
+import pytest
+from helpers_bench import FakeServer, save_config
+
+from sglang_graft.bench import run
+from sglang_graft.bench.budget import Split
+from sglang_graft.bench.peers import Peer, parse_peers
+from sglang_graft.bench.play import Record
+from sglang_graft.bench.report import report
+from sglang_graft.bench.run import Bench, Plan
+from sglang_graft.bench.server import Running, ServerError, Settings, command, environment
+from sglang_graft.bench.shape import ModelShape
+from sglang_graft.bench.units import Load, Results
+
+BUDGET_GB = 1e-3
+
+
+class Quiet:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.ended = 0
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def requests(self, done: int, planned: int, last: Record) -> None:
+        self.ended += 1
+
+
+class Farm:
+    """Starts fake servers in place of real ones. `broken`: labels of peers that do not start."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.adapters: list[Mapping[str, Path]] = []
+        self.broken: set[str] = set()
+        self.more: dict[str, Any] = {}
+        self.servers: list[FakeServer] = []
+
+    @contextmanager
+    def serving(
+        self, peer: Peer, split: Split, adapters: Mapping[str, Path], settings: Settings, log: Path
+    ) -> Iterator[Running]:
+        self.started.append(peer.label)
+        self.adapters.append(adapters)
+        if peer.label in self.broken:
+            raise ServerError("the server ended\nout of memory")
+        kv = {"kv_tokens": split.kv_tokens, "pages": split.budget_bytes // 1024}
+        server = FakeServer(**kv | self.more)
+        self.servers.append(server)
+        with helpers_bench.serving(server):
+            line = command(peer, split, adapters, settings, 1)
+            yield Running(server.url, log, 0.1, tuple(line))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_config(tmp_path / "model")
+
+
+@pytest.fixture
+def shape(model: Path) -> ModelShape:
+    return ModelShape.read(model, "cpu")
+
+
+@pytest.fixture
+def farm(monkeypatch: pytest.MonkeyPatch) -> Farm:
+    found = Farm()
+    monkeypatch.setattr(run, "serving", found.serving)
+    return found
+
+
+def plan(*peers: str, **more: Any) -> Plan:
+    load = Load(name="uniform-cold", rate=80.0, seconds=0.2, adapters=3, most=4)
+    given: dict[str, Any] = {
+        "peers": parse_peers(peers),
+        "loads": [load, replace(load, rate=120.0)],
+        "budgets_gb": [BUDGET_GB],
+        "drain_s": 20.0,
+        "sample_s": 0.05,
+    }
+    return Plan(**given | more)
+
+
+def bench(what: Plan, model: Path, shape: ModelShape, out: Path) -> tuple[int, Quiet]:
+    quiet = Quiet()
+    settings = Settings(model=model, shape=shape, device="cpu")
+    about = {"machine": "CPU, 0 cores", "versions": {"torch": "0"}, "model": "tiny", "dtype": "f"}
+    left = Bench(what, Results(out / "results"), settings, out / "work", about, quiet).run()
+    return left, quiet
+
+
+def test_one_server_a_peer_and_one_file_a_unit(
+    farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    what = plan("graft:cost", "stock:2", "base")
+    left, quiet = bench(what, model, shape, tmp_path)
+    assert left == 0
+    assert farm.started == ["graft:cost", "stock:2", "base"]
+    found = {
+        (r["unit"]["peer"]["label"], r["unit"]["load"]["rate"]): r
+        for r in Results(tmp_path / "results").read_some()
+    }
+    assert len(found) == 6
+    for (label, _), result in found.items():
+        assert result["status"] == "measured"
+        assert result["figures"]["completed"] == result["figures"]["planned"] == 4
+        assert len(result["records"]["ttft_s"]) == 4
+        assert len(result["samples"]["at_s"]) >= 2
+        assert result["warm"]["decode_s_per_token_alone"] > 0
+        text = json.dumps(result)
+        assert str(tmp_path) not in text
+        assert ("adapter-0" in text) or label == "base"
+    assert found["graft:cost", 80.0]["moved"]["invalid_kv_share"]["mean"] == 0
+    assert found["stock:2", 80.0]["moved"]["invalid_kv_share"]["mean"] == pytest.approx(
+        0.25, abs=0.01
+    )
+    assert quiet.ended == 24
+    names = [{body.get("lora_path") for body in server.bodies} for server in farm.servers]
+    assert names[2] == {None}
+    assert names[0] >= {"adapter-0", "adapter-1", "adapter-2"}
+    assert all(server.flushed >= 4 for server in farm.servers)
+
+
+def test_what_was_measured_is_not_measured_again(
+    farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    first = plan("stock:2")
+    bench(replace(first, loads=first.loads[:1]), model, shape, tmp_path)
+    before = {r["unit"]["key"]: r for r in Results(tmp_path / "results").read_some()}
+    left, quiet = bench(first, model, shape, tmp_path)
+    assert left == 0
+    assert quiet.lines[0] == "1 of 2 units are there, 1 to go"
+    after = {r["unit"]["key"]: r for r in Results(tmp_path / "results").read_some()}
+    assert len(after) == 2
+    assert after.items() >= before.items()
+    bench(first, model, shape, tmp_path)
+    assert farm.started == ["stock:2", "stock:2"]
+
+
+def test_no_unit_begins_that_could_run_past_the_end(
+    farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    left, quiet = bench(plan("stock:2", stop_after_s=5.0), model, shape, tmp_path)
+    assert left == 2
+    assert farm.started == []
+    assert "no time for" in quiet.lines[-1]
+    text = report_with_one_more(farm, model, shape, tmp_path)
+    assert "**missing**" in text
+    assert "1 of 1 units" in text
+
+
+def report_with_one_more(farm: Farm, model: Path, shape: ModelShape, out: Path) -> str:
+    one = plan("stock:2")
+    bench(replace(one, loads=one.loads[:1]), model, shape, out)
+    return report(out / "results")
+
+
+def test_a_budget_that_is_too_small_is_a_result(
+    farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    left, _ = bench(plan("stock:500"), model, shape, tmp_path)
+    assert left == 0
+    assert farm.started == []
+    assert {r["status"] for r in Results(tmp_path / "results").read_some()} == {"infeasible"}
+    assert "infeasible: the longest request" in report(tmp_path / "results")
+
+
+def test_a_server_that_does_not_start_is_a_result_that_can_be_tried_again(
+    farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    farm.broken = {"stock:2"}
+    left, _ = bench(plan("stock:2", "base"), model, shape, tmp_path)
+    assert left == 0
+    statuses = [r["status"] for r in Results(tmp_path / "results").read_some()]
+    assert sorted(statuses) == ["failed", "failed", "measured", "measured"]
+    assert "failed: out of memory" in report(tmp_path / "results")
+    bench(plan("stock:2", "base"), model, shape, tmp_path)
+    assert farm.started == ["stock:2", "base"]
+    farm.broken = set()
+    bench(plan("stock:2", "base", retry_failed=True), model, shape, tmp_path)
+    assert farm.started == ["stock:2", "base", "stock:2"]
+    assert {r["status"] for r in Results(tmp_path / "results").read_some()} == {"measured"}
+
+
+@pytest.mark.parametrize(
+    ("peer", "more", "message"),
+    [
+        ("stock:2", {"kv_tokens": 7}, "--mem-fraction-static"),
+        ("stock:2", {"probe": False}, "GRAFT_STOCK_PROBE"),
+        ("graft:cost", {"pages": 5000}, "more than the budget"),
+    ],
+)
+def test_a_server_with_another_budget_is_not_measured(
+    peer: str,
+    more: dict[str, Any],
+    message: str,
+    farm: Farm,
+    model: Path,
+    shape: ModelShape,
+    tmp_path: Path,
+) -> None:
+    farm.more = more
+    bench(plan(peer), model, shape, tmp_path)
+    found = list(Results(tmp_path / "results").read_some())
+    assert {r["status"] for r in found} == {"failed"}
+    assert all(message in r["why"] for r in found)
+
+
+def test_command_lines(model: Path, shape: ModelShape) -> None:
+    graft, stock, base = parse_peers(["graft:cost", "stock:2", "base"])
+    cut = Split(1000, 0, 64, 1000, "")
+    more = {"all": ("--attention-backend", "x"), "stock": ("--s",), "graft": ("--g",)}
+    settings = Settings(model=model, shape=shape, device="cuda", more=more)
+    folders = {"a": Path("/a"), "b": Path("/b")}
+    lines = [command(peer, cut, folders, settings, 5) for peer in (graft, stock, base)]
+    for line in lines:
+        assert line[line.index("--max-total-tokens") + 1] == "64"
+        assert line[line.index("--attention-backend") + 1] == "x"
+    assert [("--g" in line, "--s" in line) for line in lines] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
+    assert lines[0][-3:] == ["--lora-paths", "a=/a", "b=/b"]
+    assert "--enable-graft" in lines[0]
+    assert lines[1][lines[1].index("--max-loras-per-batch") + 1] == "2"
+    assert lines[1][lines[1].index("--lora-backend") + 1] == "csgmv"
+    assert "--lora-paths" not in lines[2]
+
+
+def test_only_servers_without_graft_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAFT_POLICY", "elora")
+    graft, stock = parse_peers(["graft:cost", "stock:2"])
+    assert not {"GRAFT_POLICY", "GRAFT_STOCK_PROBE"} & set(environment(graft))
+    assert environment(stock)["GRAFT_STOCK_PROBE"] == "1"

@@ -1,0 +1,60 @@
+"""Every shape is sent before anything is timed; the calibration is a plain fit."""
+
+import asyncio
+
+import pytest
+
+from sglang_graft.bench.client import Answer
+from sglang_graft.bench.units import Load
+from sglang_graft.bench.warm import BURST, Warmer, fit_prefill
+
+WORKLOAD = Load(name="chat", rate=4.0, seconds=4.0, adapters=4).workload()
+
+
+def warm(base_only: bool = False, error: str = "") -> tuple[dict[str, object], list[object]]:
+    sent: list[object] = []
+
+    async def send(prompt: list[int], adapter: str | None, new_tokens: int) -> Answer:
+        sent.append((len(prompt), adapter))
+        return Answer([(1.0, 1), (3.0, new_tokens)], [1] * new_tokens, 0, error)
+
+    async def flush() -> None:
+        sent.append("flush")
+
+    warmer = Warmer(send, WORKLOAD, 40_000, base_only, flush, lambda: 0.5)
+    return asyncio.run(warmer.warm()), sent
+
+
+def test_every_length_meets_every_rank_and_the_cache_is_empty_afterwards() -> None:
+    found, sent = warm()
+    lengths = {r.prompt_tokens for r in WORKLOAD.requests}
+    before = sent[: sent.index("flush")]
+    alone = before[:-BURST]
+    for length in (min(lengths), max(lengths)):
+        for adapter in (None, "adapter-0", "adapter-1"):  # ranks 16 and 32
+            assert (length, adapter) in alone
+    assert len(before) > BURST
+    assert sent[-1] == "flush"
+    assert found["decode_s_per_token_alone"] == pytest.approx(2.0 / 23)
+
+
+def test_base_traffic_is_warmed_with_base_traffic() -> None:
+    _, sent = warm(base_only=True)
+    assert {entry[1] for entry in sent if entry != "flush"} == {None}  # type: ignore[index]
+
+
+def test_a_failed_warm_up_is_no_measurement() -> None:
+    with pytest.raises(RuntimeError, match="broken"):
+        warm(error="broken")
+
+
+def test_the_fit_finds_what_made_the_times() -> None:
+    rows = [(n, 0.02 + 3e-5 * n + 2e-9 * n * n / 2) for n in (100, 700, 2000, 9000) for _ in "ab"]
+    constant, token, pair = fit_prefill(rows)
+    assert constant == pytest.approx(0.02, rel=1e-6)
+    assert token == pytest.approx(3e-5, rel=1e-6)
+    assert pair == pytest.approx(2e-9, rel=1e-6)
+
+
+def test_no_part_of_the_fit_is_below_zero() -> None:
+    assert min(fit_prefill([(10, 0.5), (1000, 0.4), (2000, 0.6)])) >= 0
