@@ -52,7 +52,7 @@ _PATHS = {
     """,
     Does.SHOWS: "/graft /graft/page/{name}",
     Does.OPERATES: """
-        /graft/pool /graft/requests /graft/overview /graft/tenants /graft/why/{{name:path}}
+        /graft/pool /graft/requests /graft/overview /graft/tenants /graft/why/{name:path}
         /list_external_corpora /is_scaling_elastic_ep /get_weights_by_name
         /get_remote_instance_transfer_engine_info /remote_instance_transfer_engine_info
     """,
