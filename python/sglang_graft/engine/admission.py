@@ -56,9 +56,18 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, **rest: Any) 
         return AddReqResult.NO_TOKEN
     before = len(self.can_run_list)
     result = original(self, req, **rest)
-    if len(self.can_run_list) > before and cache.tiers.prefetch.came_warm(req.rid):
-        residency.count_hit(req.lora_id)
+    if len(self.can_run_list) > before:
+        _admitted(cache, req)
     return result
+
+
+def _admitted(cache: GraftPrefixCache, req: Any) -> None:
+    """Once for each request: one that comes back after it was retracted, or fails, is no demand."""
+    if req.retracted_stain or req.to_finish:
+        return
+    cache.tree.use(req.last_node)
+    if cache.tiers.prefetch.came_warm(req.rid):
+        cache.residency.count_hit(req.lora_id)
 
 
 def fit_into_pool(self: Any, req: Any, is_retracted: bool = False) -> None:

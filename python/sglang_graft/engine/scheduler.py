@@ -20,6 +20,7 @@ from sglang_graft.engine import (
     lora_backend,
     lora_manager,
     page_table,
+    prefill_times,
     prefix_cache,
     turns,
     waiting,
@@ -42,6 +43,7 @@ HOOKS = (
     *waiting.HOOKS,
     *control.HOOKS,
     *flush.HOOKS,
+    *prefill_times.HOOKS,
 )
 
 
@@ -64,6 +66,7 @@ def make_prefix_cache(ctx: Any) -> prefix_cache.GraftPrefixCache:
         options,
         len(HOOKS),
     )
+    prefill_times.measure_into(manager.tiers.rates.meter)
     return prefix_cache.GraftPrefixCache(
         pool,
         residency,
