@@ -49,6 +49,11 @@ class Counters:
         own = self.of(adapter)
         for name, amount in amounts.items():
             setattr(own, name, getattr(own, name) + amount)
+        self.add_total(**amounts)
+
+    def add_total(self, **amounts: float) -> None:
+        """Add to the total alone: the adapter has been forgotten."""
+        for name, amount in amounts.items():
             setattr(self.total, name, getattr(self.total, name) + amount)
 
     def of(self, adapter: str | None) -> TierCounts:

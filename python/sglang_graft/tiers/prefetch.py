@@ -54,7 +54,7 @@ class Need(enum.Enum):
 class _Waiting:
     """What is remembered of a wish from pass to pass."""
 
-    adapter: str | None
+    node: AdapterNode
     failures_seen: int
     warm: bool
     need: Need = Need.ROOM
@@ -251,7 +251,7 @@ class Prefetch:
 
     def _pass_over(self, wish: Wish, state: _Waiting) -> None:
         self._passed_over.append(wish.key)
-        self.counters.add(wish.node.identity, passes_waited=1)
+        self._add(wish.node, passes_waited=1)
         if state.waits_since is None:
             state.waits_since = self.now()
         waits_here = state.need in (Need.ROOM, Need.COPY)
@@ -262,7 +262,7 @@ class Prefetch:
         """It may start, or has gone."""
         if state.waits_since is not None:
             waited = max(0.0, self.now() - state.waits_since)
-            self.counters.add(state.adapter, seconds_waited=waited)
+            self._add(state.node, seconds_waited=waited)
             state.waits_since = None
 
     def _state(self, wish: Wish) -> _Waiting:
@@ -271,7 +271,7 @@ class Prefetch:
             return known
         self._count_hit(wish)
         warm = wish.node.state is State.RESIDENT
-        return _Waiting(wish.node.identity, failures_seen=self.images.failed, warm=warm)
+        return _Waiting(wish.node, failures_seen=self.images.failed, warm=warm)
 
     # ---- counting
 
@@ -286,8 +286,8 @@ class Prefetch:
             tokens[bool(found.pages)] += len(found.key) // 8
         known = min(tokens[True] + tokens[False], len(wish.tokens))
         device = min(tokens[True], known)
-        self.counters.add(
-            node.identity,
+        self._add(
+            node,
             **{where: 1},
             tokens_device=device,
             tokens_host=known - device,
@@ -296,6 +296,10 @@ class Prefetch:
 
     def _count_move(self, node: Node, left: int, **what: int) -> None:
         soon = left > 0 and self.tree.clock - left <= THRASH_WINDOW
-        self.counters.add(
-            node.adapter.identity, thrash=int(soon), pages_to_device=len(node.pages), **what
-        )
+        self._add(node.adapter, thrash=int(soon), pages_to_device=len(node.pages), **what)
+
+    def _add(self, adapter: AdapterNode, **amounts: float) -> None:
+        if adapter.dropped:
+            self.counters.add_total(**amounts)
+        else:
+            self.counters.add(adapter.identity, **amounts)
