@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from sglang_graft.adapters import AdapterImage
-from sglang_graft.cache import AdapterNode, Lru, Node, UnifiedTree
+from sglang_graft.cache import AdapterNode, Lru, Node, Prices, UnifiedTree
 from sglang_graft.cache.policy import EvictionPolicy
 from sglang_graft.pool import Owner, PageLedger
 from sglang_graft.tiers import (
     AdapterStore,
     Counters,
-    FixedRates,
     Images,
+    MeasuredRates,
     Packed,
     Prefetch,
     Tiers,
@@ -52,6 +52,9 @@ class Op:
 
     def done(self) -> bool:
         return not self.steps and all(op.done() for op in self.after)
+
+    def seconds(self) -> float:
+        return 1e-6  # whatever its size, so that prices differ from window to window
 
 
 class FakeCopier:
@@ -223,7 +226,13 @@ class World:
         self.executor = FakeExecutor()
         self.disk = Disk()
         self.counters = Counters()
-        self.transfers = Transfers(self.tree, self.copier)
+        prices = getattr(self.tree.policy, "prices", None) or Prices(PAGE_BYTES, PAGE_TOKENS)
+        self.rates = MeasuredRates(self.tree, prices, window=16)
+        meter = self.rates.meter
+        meter.smallest_copy = 1
+        self.transfers = Transfers(
+            self.tree, self.copier, on_loaded=lambda pages, s: meter.h2d(pages * PAGE_BYTES, s)
+        )
         self.store = AdapterStore(self.disk.read, self.write_image, executor=self.executor)
         self.images = Images(self.tree, self.store, self.counters)
         self.prefetch = Prefetch(
@@ -231,7 +240,8 @@ class World:
             transfers=self.transfers,
             images=self.images,
             counters=self.counters,
-            rates=FixedRates(),
+            rates=self.rates.meter,
+            now=lambda: float(self.tree.clock),
             page_bytes=PAGE_BYTES,
             paths=lambda node: (str(node.identity), Path(str(node.identity).split()[-1])),
             **prefetch,
@@ -242,6 +252,8 @@ class World:
             images=self.images,
             prefetch=self.prefetch,
             counters=self.counters,
+            rates=self.rates,
+            page_bytes=PAGE_BYTES,
             write_back=WriteBack(self.tree, self.transfers, self.counters, ahead=6, under_way=8),
         )
         self.nodes: dict[int, AdapterNode] = {}

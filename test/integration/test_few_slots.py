@@ -253,10 +253,11 @@ def test_a_pinned_adapter_is_replaced_by_a_pinned_one(
 
 def test_equal_weights_pinned_twice_hold_one_copy(server: Server, folders: dict[str, Path]) -> None:
     loaded(server, "p", folders["m0"], pinned=True)
-    pages = server.pool()["pages"]["adapter"] + server.pool()["pages"]["in_flight"]
+    before: dict[str, Any] = server.pool()["pages"]
+    pages = before["adapter"] + before["in_flight"]
     loaded(server, "q", folders["m0"], pinned=True)
     now: dict[str, Any] = server.pool()["pages"]
-    assert now["adapter"] + now["in_flight"] == pages
+    assert now["adapter"] + now["in_flight"] == pages > 0
     assert unloaded(server, "p")["freed_pages"] == 0
     assert pinned(server) == {"q"}
     assert unloaded(server, "q")["freed_pages"] == pages
@@ -270,8 +271,14 @@ def test_requests_of_replaced_adapters_take_turns_too(
     for name, version in itertools.product(("A", "B"), ("C", "E", "F")):
         server.replace(name, folders[version])
         request = Request(name, tiny_model.prompt(60, seed=len(streams)), 40)
-        streams.append(Stream(server, request))
-        wait_until(lambda n=name: server.requests()["adapters"][n] == 1)
+        stream = Stream(server, request)
+        streams.append(stream)
+        # Accepted, waiting or not; a quick one may have ended by the time that we look.
+        wait_until(
+            lambda n=name, s=stream: s.tokens
+            or not s.is_running()
+            or server.requests()["adapters"][n] == 1
+        )
         versions.append(version)
     wanted = [
         Request(version, stream.request.prompt, 40)

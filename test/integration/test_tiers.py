@@ -1,7 +1,7 @@
 """A pool for three of twelve adapters: bytes go to the host and back, every answer stays right.
 
 One server has a host pool that holds all images and KV besides, the other one so little that images
-have to be read from disk again.
+have to be read from disk again, and evicts by cost.
 """
 
 import functools
@@ -16,6 +16,7 @@ import pytest
 import tiny_adapters
 import tiny_model
 from harness import STRICT, Request, Server, serve, wait_until
+from lifecycle import Stream
 from reference import Reference, check
 
 pytestmark = pytest.mark.server
@@ -28,6 +29,13 @@ RANKS = dict.fromkeys(NAMES, 16)  # 24 pages each
 SESSIONS, TURNS = 100, 5
 IN_FLIGHT = 8
 HOSTS = {"large": 2000, "small": 80}  # pages
+POLICIES = {"large": "lru", "small": "cost"}
+COUNTED = (
+    "loads", "disk_reads", "failed_reads", "promotions", "write_backs", "thrash",
+    "pages_to_device", "pages_to_host", "pages_from_disk", "hits_device", "hits_host", "hits_disk",
+    "tokens_device", "tokens_host", "tokens_computed", "passes_waited", "seconds_waited",
+    "kv_pages_demoted", "kv_pages_dropped",
+)  # fmt: skip
 only = functools.partial(pytest.mark.parametrize, "server", indirect=True, scope="module")
 OWNERS = ("free", "adapter", "kv_cached", "in_flight")
 
@@ -55,6 +63,7 @@ def server(
 ) -> Iterator[Server]:
     flags = ["--page-size", str(PAGE_TOKENS), "--max-total-tokens", str(POOL_PAGES * PAGE_TOKENS)]
     flags += ["--graft-host-memory-gb", gigabytes(HOSTS[request.param])]
+    flags += ["--graft-policy", POLICIES[request.param]]
     folder = tmp_path_factory.mktemp("server")
     # Copies, so that a test may spoil them.
     own = {name: folder / name for name in folders}
@@ -115,7 +124,8 @@ def test_five_hundred_requests_of_sessions(server: Server, truth: Reference) -> 
             result.result()
     report = host(server)
     assert report["loads"] > 2 * len(RANKS), "adapters came and went"
-    assert report["pages_to_device"] > 0
+    assert report["rates"]["changes"] > 0, "prices were measured"
+    check_counters(server.pool(), report, SESSIONS * TURNS)
     if is_small(server):
         assert report["disk_reads"] > 0
     else:
@@ -124,6 +134,21 @@ def test_five_hundred_requests_of_sessions(server: Server, truth: Reference) -> 
         assert report["tokens_host"] > 0
         assert report["kv_pages_demoted"] > 0
     flushed(server)
+
+
+def check_counters(pool: dict[str, Any], report: dict[str, Any], requests: int) -> None:
+    """Adapters and the base model together make the totals; bytes are pages."""
+    assert pool["policy"] == POLICIES["small" if report["pages"]["total"] < 100 else "large"]
+    rows = [pool["base"], *pool["adapters"]]
+    for name in COUNTED:
+        total, rounding = report[name], 1e-3
+        assert abs(sum(row[name] for row in rows) - total) < rounding, name
+    assert sum(row["hits_device"] + row["hits_host"] + row["hits_disk"] for row in rows) >= requests
+    assert report["seconds_waited"] > 0
+    assert report["evictions"] == sum(row["evictions"] for row in rows) > 0
+    for way in ("to_device", "to_host", "from_disk"):
+        assert report[f"bytes_{way}"] == report[f"pages_{way}"] * PAGE_BYTES
+    assert report["pages_to_device"] > 0
 
 
 @only(["large"])
@@ -196,6 +221,47 @@ def test_a_file_that_went_bad_after_its_registration(
     flushed(server)
 
 
+def test_a_flush_behind_an_answer_is_not_refused(server: Server, truth: Reference) -> None:
+    for number in range(12):
+        request = Request(NAMES[number], tiny_model.prompt(20, number), new_tokens=1 + number % 3)
+        check(truth, [request], [server.ask(request)])
+        server.flush()
+    flushed(server)
+
+
+def test_a_flush_waits_for_requests_that_load_or_names_them(
+    server: Server, truth: Reference
+) -> None:
+    requests = [Request(name, tiny_model.prompt(40, i)) for i, name in enumerate(NAMES * 2)]
+    long = Stream(server, Request("t1", tiny_model.prompt(20, 9), new_tokens=1500)).started()
+    refused = server.post("/flush_cache")
+    assert refused.status_code == 400
+    assert "1 requests are running and 0 are waiting" in refused.text
+    assert "/flush_cache?timeout=SECONDS" in refused.text
+    long.leave()
+    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+        answers = [threads.submit(server.ask, request) for request in requests]
+        waited = server.post("/flush_cache?timeout=250")
+        assert waited.status_code == 200, waited.text
+        check(truth, requests, [answer.result() for answer in answers])
+    flushed(server)
+
+
+def test_a_flush_during_loads_that_nobody_waits_for(server: Server, truth: Reference) -> None:
+    for seed in range(3):
+        streams = [
+            Stream(server, Request(name, tiny_model.prompt(60, seed), 400)) for name in NAMES
+        ]
+        wait_until(lambda s=streams: any(stream.tokens for stream in s))
+        assert server.post("/abort_request", {"abort_all": True}).status_code == 200
+        for stream in streams:
+            stream.join()
+        server.flush()
+    request = Request("t3", tiny_model.prompt(60, 1))
+    check(truth, [request], [server.ask(request)])
+    flushed(server)
+
+
 def test_unload_abort_and_flush_while_adapters_load(
     server: Server, truth: Reference, folders: dict[str, Path]
 ) -> None:
@@ -217,7 +283,9 @@ def test_unload_abort_and_flush_while_adapters_load(
         working += [threads.submit(leave, request) for request in requests[::3]]
         for name in ("t2", "t5", "t8"):
             assert server.unload(name).status_code == 200
-            server.post("/flush_cache")  # refused while requests run, which is no fault
+            flush = server.post("/flush_cache")
+            refused = (flush.status_code, "requests are running" in flush.text) == (400, True)
+            assert refused or flush.status_code == 200, flush.text
             assert server.load(name, server.log.parent / name).status_code == 200
         for result in working:
             result.result()

@@ -22,18 +22,21 @@ class Prices:
     whether a node has its copy already is no matter of the node. What leaves the host is lost; its
     copy is worth the difference.
 
+    host_kv: whether KV is copied to the host too (`host_tier`: adapters are).
     rates: prices of this window; after a change call `UnifiedTree.reprice()`.
     """
 
     page_bytes: int = 2**21
     page_tokens: int = 16
     host_tier: bool = False
+    host_kv: bool = True
     rates: Rates = field(default_factory=Rates)
 
     def seconds_per_page(self, node: Node) -> float:
         """Seconds for each page of the node when it leaves the device; more than 0."""
         lost = self.lost_seconds_per_page(node)
-        return min(self.copy_seconds, lost) if self.host_tier else lost
+        copied = self.host_tier and (self.host_kv or isinstance(node, AdapterNode))
+        return min(self.copy_seconds, lost) if copied else lost
 
     def host_seconds_per_page(self, node: Node) -> float:
         """Seconds for each page of the node that its host copy saves; more than 0."""

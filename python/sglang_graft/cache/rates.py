@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,8 @@ class RateMeter:
     smallest_copy: int = 2**20
     """A window that moved fewer bytes says nothing: latency would pass for bandwidth."""
     prefills_kept: int = 256
+    least_change: float = 0.2
+    """Smaller relative changes are noise, and each change orders everything anew."""
     _h2d: _Speed = field(default_factory=_Speed)
     _disk: _Speed = field(default_factory=_Speed)
     _prefills: deque[tuple[float, float, float]] = field(default_factory=deque)
@@ -83,17 +86,30 @@ class RateMeter:
 
     def prefill(self, tokens: int, depth: int, seconds: float) -> None:
         """A forward over `tokens` prompt tokens behind `depth` cached ones took `seconds`."""
-        if tokens < 1 or depth < 0 or not seconds > 0:
-            raise ValueError(f"prefill: got {tokens} tokens at depth {depth} in {seconds} s")
-        self._prefills.append((float(tokens), tokens * (depth + tokens / 2), seconds))
+        self.forward([(tokens, depth)], seconds)
+
+    def forward(self, prompts: Iterable[tuple[int, int]], seconds: float) -> None:
+        """A forward over prompts, each (tokens, cached ones before them), took `seconds`."""
+        tokens, pairs = 0, 0.0
+        for length, depth in prompts:
+            if length < 1 or depth < 0:
+                raise ValueError(f"prefill: got {length} tokens at depth {depth} in {seconds} s")
+            tokens += length
+            pairs += length * (depth + length / 2)
+        if not tokens or not seconds > 0:
+            raise ValueError(f"prefill: got {tokens} tokens in {seconds} s")
+        self._prefills.append((float(tokens), pairs, seconds))
         if len(self._prefills) > self.prefills_kept:
             self._prefills.popleft()
 
     def freeze(self) -> bool:
-        """End the window; True if the prices changed (then `UnifiedTree.reprice`)."""
+        """End the window; True if the prices changed (then `UnifiedTree.reprice`).
+
+        They change together, as soon as one of them has moved by `least_change`.
+        """
         before = self.current
         token, pair = self._fit()
-        self.current = replace(
+        now = replace(
             before,
             h2d_bytes_per_s=self._h2d.rate(self.smallest_copy) or before.h2d_bytes_per_s,
             disk_bytes_per_s=self._disk.rate(self.smallest_copy) or before.disk_bytes_per_s,
@@ -101,7 +117,23 @@ class RateMeter:
             prefill_s_per_token_pair=pair,
         )
         self._h2d, self._disk = _Speed(), _Speed()
-        return self.current != before
+        if not self._moved(before, now):
+            return False
+        self.current = now
+        return True
+
+    def load_seconds(self, nbytes: float) -> float:
+        """Of the current window."""
+        return self.current.load_seconds(nbytes)
+
+    def prefill_seconds(self, tokens: float, depth: float) -> float:
+        """Of the current window."""
+        return self.current.prefill_seconds(tokens, depth)
+
+    def _moved(self, before: Rates, now: Rates) -> bool:
+        names = (field.name for field in fields(Rates))
+        both = [(getattr(before, name), getattr(now, name)) for name in names]
+        return any(abs(b - a) > self.least_change * max(a, b) for a, b in both)
 
     @staticmethod
     def _add(speed: _Speed, nbytes: int, seconds: float) -> None:

@@ -65,9 +65,17 @@ def add_one_req(original: Callable[..., Any], self: Any, req: Any, **rest: Any) 
     if len(self.can_run_list) > before:
         cache.observed.admitted(req.rid, has_adapter=req.lora_id is not None)
         cache.tenancy.admitted(req)
-        if cache.tiers.prefetch.came_warm(req.rid):
-            residency.count_hit(req.lora_id)
+        _admitted(cache, req)
     return result
+
+
+def _admitted(cache: GraftPrefixCache, req: Any) -> None:
+    """Once for each request: one that comes back after it was retracted, or fails, is no demand."""
+    if req.retracted_stain or req.to_finish:
+        return
+    cache.tree.use(req.last_node)
+    if cache.tiers.prefetch.came_warm(req.rid):
+        cache.residency.count_hit(req.lora_id)
 
 
 def fit_into_pool(self: Any, req: Any, is_retracted: bool = False) -> None:

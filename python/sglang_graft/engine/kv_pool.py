@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_graft import config
-from sglang_graft.cache import UnifiedTree, make_policy
+from sglang_graft.cache import Prices, UnifiedTree, make_policy
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.host_memory import make_host_pool
 from sglang_graft.engine.pool import Pool, set_pool
@@ -95,13 +95,19 @@ def build_kv_pool(
     options = config.published()
     assert options is not None, "the KV pool hook runs, but no options were published"
     host = make_host_pool(arena, options.host_memory_gb)
+    prices = Prices(
+        page_bytes=layout.page_bytes,
+        page_tokens=layout.page_tokens,
+        host_tier=True,
+        host_kv=not options.no_host_kv,
+    )
     tree = UnifiedTree(
         ledger,
         page_tokens=layout.page_tokens,
-        policy=make_policy(options.policy),
+        policy=make_policy(options.policy, prices),
         host=host.ledger,
     )
-    set_pool(Pool(layout=layout, arena=arena, ledger=ledger, tree=tree, host=host))
+    set_pool(Pool(layout=layout, arena=arena, ledger=ledger, tree=tree, host=host, prices=prices))
     return ArenaKVPool(
         arena,
         dtype=dtype,

@@ -13,6 +13,7 @@ live, in `serving/load`.
 """
 
 import logging
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,10 +80,11 @@ class WeightRefs:
 
 
 class ReadAdapter(NamedTuple):
-    """An adapter as read, and its packed image."""
+    """An adapter as read, its packed image, and how long that took."""
 
     adapter: Adapter
     image: AdapterImage
+    seconds: float
 
 
 # What a folder can be wrong in; the last two: no host memory left.
@@ -144,10 +146,12 @@ class GraftLoRAManager(LoRAManager):
 
     def read(self, ref: LoRARef) -> ReadAdapter:
         """Read and pack the adapter's folder. Raises READ_ERRORS. Any thread may call it."""
+        start = time.perf_counter()
         adapter = self._read(Path(ref.lora_path))
         for warning in adapter.warnings:
             logger.warning("Adapter %s: %s", ref.lora_name, warning)
-        return ReadAdapter(adapter, pack(adapter, self.residency.tile_map))
+        image = pack(adapter, self.residency.tile_map)
+        return ReadAdapter(adapter, image, time.perf_counter() - start)
 
     def _read_again(self, path: Path) -> Packed:
         """A registered adapter whose image has left the host pool; its warnings were given."""
@@ -225,6 +229,7 @@ class GraftLoRAManager(LoRAManager):
         """
         old = next((r for r in self.lora_refs.values() if r.lora_name == ref.lora_name), None)
         residency = self.residency
+        self.tiers.rates.meter.disk(read.image.pages.numel(), read.seconds)
         known = residency.add(ref.lora_id, ref.lora_name, read.adapter, read.image)
         if ref.pinned:
             try:

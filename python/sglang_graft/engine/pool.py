@@ -6,20 +6,24 @@ other; they meet here. One process holds one pool.
 
 from dataclasses import dataclass
 
-from sglang_graft.cache import UnifiedTree
+from sglang_graft.cache import Prices, UnifiedTree
 from sglang_graft.pool import Arena, PageLayout, PageLedger
 from sglang_graft.tiers import HostPool
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The parts that own the pages of one arena, and the pages behind it in host memory."""
+    """The parts that own the pages of one arena, and the pages behind it in host memory.
+
+    prices: what the tree's policy and the tiers reckon with.
+    """
 
     layout: PageLayout
     arena: Arena
     ledger: PageLedger
     tree: UnifiedTree
     host: HostPool
+    prices: Prices
 
     def check_invariants(self) -> None:
         """Assert the invariants of ledger and tree together."""

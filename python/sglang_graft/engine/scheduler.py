@@ -20,6 +20,7 @@ from sglang_graft.engine import (
     lora_backend,
     lora_manager,
     page_table,
+    prefill_times,
     prefix_cache,
     tenants,
     turns,
@@ -44,6 +45,7 @@ HOOKS = (
     *waiting.HOOKS,
     *control.HOOKS,
     *flush.HOOKS,
+    *prefill_times.HOOKS,
 )
 
 
@@ -66,6 +68,7 @@ def make_prefix_cache(ctx: Any) -> prefix_cache.GraftPrefixCache:
         options,
         len(HOOKS),
     )
+    prefill_times.measure_into(manager.tiers.rates.meter)
     cache = prefix_cache.GraftPrefixCache(
         pool,
         residency,

@@ -51,4 +51,4 @@ def make_tiers(pool: Pool, residency: Residency, read: Callable[[Path], Packed])
         prefetch=not options.no_prefetch,
         idle_promotion=options.idle_promotion,
     )
-    return build_tiers(residency, pool.host, copier, read, options=chosen)
+    return build_tiers(residency, pool.host, copier, read, options=chosen, prices=pool.prices)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from sglang_graft.engine import prefill_times
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.tiers import note_forward_stream
 from sglang_graft.tiers import Wish
@@ -87,6 +88,7 @@ def begin_pass(self: Any, prefill_delayer_single_pass: Any, running_batch: Any) 
         running_batch.batch_is_full = False
     cache.observed.begin_pass(busy=bool(self.waiting_queue) or not idle)
     note_forward_stream(self)
+    prefill_times.collect()
     cache.pool.ledger.reserve = reserved_pages(self, running_batch)
     if cache.tenancy.enabled:
         cache.tenancy.begin_pass(running(self, running_batch), self.waiting_queue)

@@ -8,7 +8,7 @@ from sglang_graft.tiers.host_pool import HostPool
 from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import AdapterChangedError, Images
 from sglang_graft.tiers.prefetch import Need, Prefetch, Wish
-from sglang_graft.tiers.rates import FixedRates, Rates
+from sglang_graft.tiers.rates import MeasuredRates, Rates
 from sglang_graft.tiers.residency import KnownAdapter, Residency
 from sglang_graft.tiers.store import AdapterStore, Packed
 from sglang_graft.tiers.tiers import Tiers
@@ -24,12 +24,12 @@ __all__ = [
     "Counters",
     "CpuCopier",
     "CudaCopier",
-    "FixedRates",
     "Histogram",
     "HostPool",
     "IdlePromotion",
     "Images",
     "KnownAdapter",
+    "MeasuredRates",
     "Need",
     "Packed",
     "Prefetch",

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_graft.cache import Prices
 from sglang_graft.tiers.copies import Copier
 from sglang_graft.tiers.counters import Counters
 from sglang_graft.tiers.host_pool import HostPool
 from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import Images
 from sglang_graft.tiers.prefetch import LOOKAHEAD, Prefetch
-from sglang_graft.tiers.rates import FixedRates, Rates
+from sglang_graft.tiers.rates import MeasuredRates
 from sglang_graft.tiers.residency import Residency
 from sglang_graft.tiers.store import AdapterStore, Packed
 from sglang_graft.tiers.tiers import Tiers
@@ -39,26 +40,31 @@ def build_tiers(
     read: Callable[[Path], Packed],
     *,
     options: TierOptions | None = None,
-    rates: Rates | None = None,
+    prices: Prices | None = None,
 ) -> Tiers:
     """Tiers over the tree of `residency`, whose host ledger is that of `host`.
 
     `read` runs in threads. Without prefetch only the first request in the queue has loads begun.
+    `prices` are those of the tree's policy; what is measured here goes into them.
     """
     tree = residency.tree
     options = options or TierOptions()
     assert tree.host is not None, "the tree has no host tier"
     assert tree.host.ledger is host.ledger, "the tree has another host pool"
     counters = Counters()
-    transfers = Transfers(tree, copier)
-    images = Images(tree, AdapterStore(read, host.write), counters)
+    rates = MeasuredRates(tree, prices or Prices(host.page_bytes, tree.page_tokens))
+    page_bytes = host.page_bytes
+    transfers = Transfers(
+        tree, copier, on_loaded=lambda pages, s: rates.meter.h2d(pages * page_bytes, s)
+    )
+    images = Images(tree, AdapterStore(read, host.write, on_read=rates.meter.disk), counters)
     prefetch = Prefetch(
         tree=tree,
         transfers=transfers,
         images=images,
         counters=counters,
-        rates=rates or FixedRates(),
-        page_bytes=host.page_bytes,
+        rates=rates.meter,
+        page_bytes=page_bytes,
         paths=residency.source,
         lookahead=LOOKAHEAD if options.prefetch else 1,
         host_kv=options.host_kv,
@@ -70,6 +76,8 @@ def build_tiers(
         images=images,
         prefetch=prefetch,
         counters=counters,
+        rates=rates,
+        page_bytes=page_bytes,
         write_back=WriteBack(tree, transfers, counters, ahead) if options.host_kv else None,
         idle=IdlePromotion(tree, transfers, counters) if options.idle_promotion else None,
         pinned=residency.pins.nodes,

@@ -8,6 +8,7 @@ of their own in their place.
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -32,6 +33,9 @@ class Ticket(Protocol):
 
     def done(self) -> bool:
         """Whether its bytes have landed; never waits."""
+
+    def seconds(self) -> float:
+        """How long a copy that is done took, without what it waited for."""
 
 
 class Copier(Protocol):
@@ -78,29 +82,44 @@ class _PageCopier:
 class _Landed:
     """The ticket of a copy that is over when the call returns."""
 
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
     def done(self) -> bool:
         return True
+
+    def seconds(self) -> float:
+        return self._seconds
 
 
 class CpuCopier(_PageCopier):
     """Copies at once. Forwards on the CPU are over when their launch returns."""
 
     def copy(self, way: Way, pairs: Pairs, after: Sequence[Ticket]) -> Ticket:
+        start = time.perf_counter()
         self._copy(way, pairs)
-        return _Landed()
+        return _Landed(time.perf_counter() - start)
 
     def hold_forward(self, tickets: Sequence[Ticket]) -> None:
         assert all(ticket.done() for ticket in tickets), "a plain copy is still under way"
 
 
 class CudaTicket:
-    """An event behind the copies of one call."""
+    """Events before and behind the copies of one call."""
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, start: Any, event: Any) -> None:
+        self._start = start
         self.event = event
 
     def done(self) -> bool:
         return bool(self.event.query())
+
+    def seconds(self) -> float:
+        return float(self._start.elapsed_time(self.event)) / 1e3
+
+
+def _timed_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
@@ -123,11 +142,12 @@ class CudaCopier(_PageCopier):
         for ticket in after:
             assert isinstance(ticket, CudaTicket), f"a foreign ticket: {type(ticket).__name__}"
             stream.wait_event(ticket.event)
+        start, event = _timed_event(), _timed_event()
+        start.record(stream)
         with torch.cuda.stream(stream):
             self._copy(way, pairs)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
-        return CudaTicket(event)
+        return CudaTicket(start, event)
 
     def hold_forward(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:

@@ -20,6 +20,7 @@ class TierCounts:
     """Runs of KV, or adapters, copied from the device to the host pool."""
     pages_to_device: int = 0
     pages_to_host: int = 0
+    pages_from_disk: int = 0
     hits_device: int = 0
     """Requests that found their adapter on the device when they were first looked at."""
     hits_host: int = 0
@@ -30,6 +31,8 @@ class TierCounts:
     tokens_computed: int = 0
     passes_waited: int = 0
     """Scheduling passes in which a request was passed over because its bytes were not there."""
+    seconds_waited: float = 0.0
+    """Time that requests spent passed over for want of their bytes."""
     thrash: int = 0
     """Adapters and runs of KV loaded again soon after they had left."""
 
@@ -41,11 +44,16 @@ class Counters:
     total: TierCounts = field(default_factory=TierCounts)
     by_adapter: dict[str | None, TierCounts] = field(default_factory=dict)
 
-    def add(self, adapter: str | None, **amounts: int) -> None:
+    def add(self, adapter: str | None, **amounts: float) -> None:
         """Add to the named counts of one adapter and of the total."""
         own = self.of(adapter)
         for name, amount in amounts.items():
             setattr(own, name, getattr(own, name) + amount)
+        self.add_total(**amounts)
+
+    def add_total(self, **amounts: float) -> None:
+        """Add to the total alone: the adapter has been forgotten."""
+        for name, amount in amounts.items():
             setattr(self.total, name, getattr(self.total, name) + amount)
 
     def of(self, adapter: str | None) -> TierCounts:
@@ -56,12 +64,9 @@ class Counters:
         """An adapter was unloaded; the total keeps what it did."""
         self.by_adapter.pop(adapter, None)
 
-    def report(self) -> dict[str, int]:
-        """The total as plain numbers."""
-        return asdict(self.total)
-
     def check_invariants(self) -> None:
         """Assert that no adapter counts more than the total."""
         for name, amount in asdict(self.total).items():
             held = sum(getattr(own, name) for own in self.by_adapter.values())
-            assert 0 <= held <= amount, f"{name}: adapters count {held}, the total is {amount}"
+            # Sums of seconds are rounded.
+            assert 0 <= held <= amount + 1e-6, f"{name}: adapters count {held}, total {amount}"

@@ -109,6 +109,7 @@ class Images:
             self._failures[node.serial] = Failure(self.failed, message)
             return
         assert job.packed is not None, f"{job.key} has ended without a result"
+        self.counters.add(node.identity, pages_from_disk=len(job.packed.pages))
         self._house(node, job.packed, spare)
 
     def _house(self, node: AdapterNode, packed: Packed, spare: Collection[int]) -> None:

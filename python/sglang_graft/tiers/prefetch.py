@@ -10,6 +10,7 @@ and an adapter that was registered fits into an empty pool. A read from disk blo
 from __future__ import annotations
 
 import enum
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,12 +61,14 @@ class Need(enum.Enum):
 class _Waiting:
     """What is remembered of a wish from pass to pass."""
 
+    node: AdapterNode
     failures_seen: int
     warm: bool
     need: Need = Need.ROOM
     overtaken: int = 0
     promotions: int = 0
     counted_in: int = -1
+    waits_since: float | None = None
 
 
 @dataclass(slots=True)
@@ -85,6 +88,8 @@ class Prefetch:
     lookahead: int = LOOKAHEAD
     patience: int = PATIENCE
     host_kv: bool = True
+    now: Callable[[], float] = time.monotonic
+    """Seconds, for the counters; no decision looks at them."""
     _states: dict[str, _Waiting] = field(default_factory=dict)
     _wishes: list[Wish] = field(default_factory=list)
     _ahead: set[str] = field(default_factory=set)
@@ -99,7 +104,9 @@ class Prefetch:
         self._blocker = None
         self._wishes = list(wishes[: self.lookahead])
         self._ahead = {wish.key for wish in self._wishes}
-        self._states = {w.key: self._state(w) for w in wishes}
+        before, self._states = self._states, {w.key: self._state(w) for w in wishes}
+        for key in before.keys() - self._states.keys():
+            self._stop_waiting(before[key])
         for wish in self._wishes:
             self._states[wish.key].need = self._advance(wish)
 
@@ -118,6 +125,7 @@ class Prefetch:
             state.need = Need.ROOM  # it has left since this pass began
         blocked = self._blocker not in (None, wish.key)
         if state.need is Need.NOTHING and not blocked:
+            self._stop_waiting(state)
             self._overtake()
             return True
         self._pass_over(wish, state)
@@ -256,10 +264,19 @@ class Prefetch:
 
     def _pass_over(self, wish: Wish, state: _Waiting) -> None:
         self._passed_over.append(wish.key)
-        self.counters.add(wish.node.identity, passes_waited=1)
+        self._add(wish.node, passes_waited=1)
+        if state.waits_since is None:
+            state.waits_since = self.now()
         waits_here = state.need in (Need.ROOM, Need.COPY)
         if self._blocker is None and self._is_overdue(wish) and waits_here:
             self._blocker = wish.key
+
+    def _stop_waiting(self, state: _Waiting) -> None:
+        """It may start, or has gone."""
+        if state.waits_since is not None:
+            waited = max(0.0, self.now() - state.waits_since)
+            self._add(state.node, seconds_waited=waited)
+            state.waits_since = None
 
     def _state(self, wish: Wish) -> _Waiting:
         known = self._states.get(wish.key)
@@ -267,7 +284,7 @@ class Prefetch:
             return known
         self._count_hit(wish)
         warm = wish.node.state is State.RESIDENT
-        return _Waiting(failures_seen=self.images.failed, warm=warm)
+        return _Waiting(wish.node, failures_seen=self.images.failed, warm=warm)
 
     # ---- counting
 
@@ -282,8 +299,8 @@ class Prefetch:
             tokens[bool(found.pages)] += len(found.key) // 8
         known = min(tokens[True] + tokens[False], len(wish.tokens))
         device = min(tokens[True], known)
-        self.counters.add(
-            node.identity,
+        self._add(
+            node,
             **{where: 1},
             tokens_device=device,
             tokens_host=known - device,
@@ -292,6 +309,10 @@ class Prefetch:
 
     def _count_move(self, node: Node, left: int, **what: int) -> None:
         soon = left > 0 and self.tree.clock - left <= THRASH_WINDOW
-        self.counters.add(
-            node.adapter.identity, thrash=int(soon), pages_to_device=len(node.pages), **what
-        )
+        self._add(node.adapter, thrash=int(soon), pages_to_device=len(node.pages), **what)
+
+    def _add(self, adapter: AdapterNode, **amounts: float) -> None:
+        if adapter.dropped:
+            self.counters.add_total(**amounts)
+        else:
+            self.counters.add(adapter.identity, **amounts)

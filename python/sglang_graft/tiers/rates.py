@@ -1,13 +1,18 @@
-"""What it costs, in seconds, to bring KV back: by a copy from the host, or by computing it anew."""
+"""Prices of this pool, measured while it works and frozen for a window of its logical clock."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from sglang_graft.cache import Prices, RateMeter, UnifiedTree
+
+WINDOW = 1024
+"""Ticks of the tree's clock: some hundred requests."""
 
 
 class Rates(Protocol):
-    """Prices that all ranks share; they change only where all ranks change them alike."""
+    """What it costs, in seconds, to bring KV back. Changes only where all ranks change it alike."""
 
     def load_seconds(self, nbytes: int) -> float:
         """A copy of `nbytes` from the host pool to the device."""
@@ -16,18 +21,30 @@ class Rates(Protocol):
         """Computing the KV of `tokens` tokens that follow `depth` others."""
 
 
-@dataclass(frozen=True, slots=True)
-class FixedRates:
-    """Constant rates. The defaults: one H200 with pinned memory, an 8B model (docs: design)."""
+@dataclass(slots=True)
+class MeasuredRates:
+    """Gives `prices` what `meter` saw, once a window, and has the tree order its victims anew.
 
-    load_bytes_per_second: float = 50e9
-    prefill_tokens_per_second: float = 40e3
-    attention_tokens: float = 16e3
-    """Depth at which attention doubles the price of a token."""
+    Seconds are measured by clocks, so the meter alone may look at them: decisions go by prices that
+    stand still within a window. O(nodes) when prices change, nothing otherwise.
+    """
 
-    def load_seconds(self, nbytes: int) -> float:
-        return nbytes / self.load_bytes_per_second
+    tree: UnifiedTree
+    prices: Prices
+    window: int = WINDOW
+    meter: RateMeter = field(init=False)
+    changes: int = 0
+    _began: int = 0
 
-    def prefill_seconds(self, tokens: int, depth: int) -> float:
-        mean = depth + tokens / 2
-        return tokens * (1 + mean / self.attention_tokens) / self.prefill_tokens_per_second
+    def __post_init__(self) -> None:
+        self.meter = RateMeter(current=self.prices.rates)
+
+    def step(self) -> None:
+        """One scheduling pass: end the window if it is over."""
+        if self.tree.clock - self._began < self.window:
+            return
+        self._began = self.tree.clock
+        if self.meter.freeze():
+            self.changes += 1
+            self.prices.rates = self.meter.current
+            self.tree.reprice()

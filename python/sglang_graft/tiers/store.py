@@ -7,6 +7,7 @@ ledgers, finds the pages.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -48,11 +49,16 @@ class Reading:
     packed: Packed | None = None
     error: Exception | None = None
     abandoned: bool = False
+    seconds: float = 0.0
     _future: Future[Packed] | None = None
 
 
 def _alone(count: int) -> int:
     return count
+
+
+def _unheard(nbytes: int, seconds: float) -> None:
+    """Nobody measures."""
 
 
 @dataclass(slots=True)
@@ -70,6 +76,8 @@ class AdapterStore:
     in_memory: int = 4
     agree: Callable[[int], int] = _alone
     executor: Executor | None = None
+    on_read: Callable[[int, float], None] = _unheard
+    """Told the bytes and the seconds of each read that has ended well, packing included."""
     reads: int = 0
     _pool: Executor = field(init=False)
     _waiting: deque[Reading] = field(default_factory=deque)
@@ -177,9 +185,16 @@ class AdapterStore:
     def _start(self) -> None:
         while self._waiting and self._held + len(self._reading) < self.in_memory:
             job = self._waiting.popleft()
-            job._future = self._pool.submit(self.read, job.path)
+            job._future = self._pool.submit(self._timed, job)
             self._reading.append(job)
             self.reads += 1
+
+    def _timed(self, job: Reading) -> Packed:
+        """In a worker."""
+        start = time.perf_counter()
+        packed = self.read(job.path)
+        job.seconds = time.perf_counter() - start
+        return packed
 
     def _end(self, job: Reading) -> None:
         assert job._future is not None, f"job {job.key} has ended before it began"
@@ -192,6 +207,7 @@ class AdapterStore:
             if error is None:
                 job.packed = job._future.result()
                 self._held += 1
+                self.on_read(job.packed.pages.numel(), job.seconds)
         job._future = None
 
 

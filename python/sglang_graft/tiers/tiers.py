@@ -9,10 +9,11 @@ from typing import Any
 from sglang_graft.cache import AdapterNode, State, UnifiedTree
 from sglang_graft.pool import Owner
 from sglang_graft.tiers.copies import Way
-from sglang_graft.tiers.counters import Counters
+from sglang_graft.tiers.counters import Counters, TierCounts
 from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import Images
 from sglang_graft.tiers.prefetch import Prefetch, Wish
+from sglang_graft.tiers.rates import MeasuredRates
 from sglang_graft.tiers.store import Packed
 from sglang_graft.tiers.transfers import Transfers
 from sglang_graft.tiers.write_back import WriteBack
@@ -31,12 +32,15 @@ class Tiers:
     images: Images
     prefetch: Prefetch
     counters: Counters
+    rates: MeasuredRates
+    page_bytes: int
     write_back: WriteBack | None
     idle: IdlePromotion | None = None
     pinned: Callable[[], Sequence[AdapterNode]] = tuple
 
     def step(self, wishes: Sequence[Wish]) -> None:
         """Note what has landed, start what the waiting requests need, then write back."""
+        self.rates.step()
         self.transfers.poll()
         self.images.poll(spare=self.prefetch.spared())
         for node in self.pinned():
@@ -83,18 +87,28 @@ class Tiers:
             "evictions": self.tree.evicted_adapters,
             "kv_pages_demoted": self.tree.demoted_pages,
             "kv_pages_dropped": self.tree.dropped_pages + host.dropped_pages,
-            **self.counters.report(),
+            **self._counted(self.counters.total),
+            "rates": asdict(self.rates.meter.current) | {"changes": self.rates.changes},
         }
 
-    def adapter_report(self, adapter: AdapterNode) -> dict[str, int]:
+    def adapter_report(self, adapter: AdapterNode) -> dict[str, float]:
         """The same counters for one adapter, and its pages on the host."""
         return {
             "host_pages": len(adapter.host.pages) if adapter.host else 0,
             "host_kv_pages": adapter.host_kv_pages,
             "kv_pages_demoted": adapter.demoted_pages,
             "kv_pages_dropped": adapter.dropped_pages,
-            **asdict(self.counters.of(adapter.identity)),
+            **self._counted(self.counters.of(adapter.identity)),
         }
+
+    def _counted(self, counts: TierCounts) -> dict[str, float]:
+        """Counts as plain numbers, pages that moved also in bytes."""
+        found: dict[str, float] = asdict(counts)
+        moved = {name: n for name, n in found.items() if name.startswith("pages_")}
+        found |= {
+            name.replace("pages", "bytes", 1): n * self.page_bytes for name, n in moved.items()
+        }
+        return found
 
     def _bring_pinned(self, node: AdapterNode) -> None:
         host = self.tree.host

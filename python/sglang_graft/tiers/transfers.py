@@ -43,6 +43,10 @@ def _alone(count: int) -> int:
     return count
 
 
+def _unheard(pages: int, seconds: float) -> None:
+    """Nobody measures."""
+
+
 @dataclass(slots=True)
 class Transfers:
     """Starts copies for nodes of `tree`, and tells the tree when they have landed.
@@ -55,6 +59,8 @@ class Transfers:
     tree: UnifiedTree
     copier: Copier
     agree: Callable[[int], int] = _alone
+    on_loaded: Callable[[int, float], None] = _unheard
+    """Told the pages and the seconds of each load that has landed."""
     pages_moved: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(Way, 0))
     adapter_pages_loaded: int = 0
     now: Callable[[], float] = _no_time
@@ -170,6 +176,7 @@ class Transfers:
             host.landed(copy.host, Owner.ADAPTER if adapter else Owner.KV_CACHED)
             return
         host.end_read(copy.host)
+        self.on_loaded(len(copy.device), copy.ticket.seconds())
         if adapter is None:
             self.tree.landed(mine)
         elif mine:

@@ -85,3 +85,21 @@ def test_impossible_observations_are_refused() -> None:
         meter.h2d(-1, 1.0)
     with pytest.raises(ValueError, match="0 tokens"):
         meter.prefill(0, 0, 1.0)
+
+
+def test_prompts_of_one_forward_add_up() -> None:
+    meter = RateMeter()
+    truth = Rates(prefill_s_per_token=2e-3, prefill_s_per_token_pair=3e-6)
+    for prompts in ([(100, 0), (20, 600)], [(512, 0)], [(128, 4096), (1, 7)]):
+        seconds = sum(truth.prefill_seconds(tokens, depth) for tokens, depth in prompts)
+        meter.forward(prompts, seconds)
+    assert meter.freeze()
+    assert meter.prefill_seconds(300, 50) == pytest.approx(truth.prefill_seconds(300, 50))
+
+
+def test_a_small_change_is_noise() -> None:
+    meter = RateMeter()
+    meter.h2d(2**30, 2**30 / (1.1 * meter.current.h2d_bytes_per_s))
+    assert not meter.freeze()
+    meter.h2d(2**30, 2**30 / (1.5 * meter.current.h2d_bytes_per_s))
+    assert meter.freeze()

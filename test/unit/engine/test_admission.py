@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from sglang_graft.cache import AdapterNode
-from sglang_graft.engine.admission import fit_into_pool, preempt_to_schedule
+from sglang_graft.engine.admission import add_one_req, fit_into_pool, preempt_to_schedule
 
 PAGE = 16
 POOL_PAGES = 20
@@ -115,3 +115,39 @@ def test_preemption_counts_all_that_admission_asks_for(
     assert preempt_to_schedule(original, adder, request, None)
     assert seen == [40 + pages * PAGE + 1]
     assert adder.rem_total_token_offset == 70
+
+
+class Adder:
+    """PrefillAdder with room for `room` requests; counts what the tree and the adapters hear."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.can_run_list: list[Any] = []
+        self.used: list[Any] = []
+        self.hits: list[Any] = []
+        self.tree_cache = SimpleNamespace(
+            residency=SimpleNamespace(is_ready=lambda i: True, count_hit=self.hits.append),
+            tree=SimpleNamespace(use=self.used.append),
+            tiers=SimpleNamespace(prefetch=SimpleNamespace(came_warm=lambda rid: rid == "warm")),
+        )
+
+    def add(self, rid: str, *, retracted: bool = False, to_finish: object = None) -> None:
+        req = SimpleNamespace(
+            rid=rid, lora_id="a", last_node=rid, retracted_stain=retracted, to_finish=to_finish
+        )
+        add_one_req(self.take, self, req, has_chunked_req=False, truncation_align_size=None)
+
+    def take(self, _: Any, req: Any, **rest: Any) -> None:
+        if self.room > len(self.can_run_list):
+            self.can_run_list.append(req)
+
+
+def test_the_policy_hears_once_of_each_admitted_request() -> None:
+    adder = Adder(room=4)
+    adder.add("cold")
+    adder.add("warm")
+    adder.add("again", retracted=True)
+    adder.add("failed", to_finish="an error")
+    adder.add("no room")
+    assert adder.used == ["cold", "warm"]
+    assert adder.hits == ["a"]

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from sglang_graft.cache import Lru, UnifiedTree
+from sglang_graft.cache import Lru, Prices, UnifiedTree
 from sglang_graft.engine.allocator import ArenaAllocator
 from sglang_graft.engine.pool import Pool
 from sglang_graft.pool import Arena, Owner, PageLayout, PageLedger
@@ -23,6 +23,7 @@ def make(pages: int = 33) -> ArenaAllocator:
         ledger=ledger,
         tree=tree,
         host=HostPool(1, LAYOUT.page_bytes, pin=False),
+        prices=Prices(),
     )
     return ArenaAllocator(pool, ledger.total * PAGE, torch.float32, "cpu", None)
 

@@ -74,3 +74,13 @@ def test_actions_are_those_that_sglangs_config_files_know() -> None:
     known = (argparse._StoreTrueAction, argparse._StoreAction)
     assert all(isinstance(action, known) for action in actions)
     assert [action.dest for action in actions][:1] == ["enable_graft"]
+
+
+@pytest.mark.usefixtures("live_hooks")
+def test_an_unknown_policy_ends_the_start_with_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(config.CONFIG_ENV, raising=False)
+    parser().parse_args(["--enable-graft", "--graft-policy", "mru"])
+    args = SimpleNamespace()
+    with pytest.raises(ValueError, match="--graft-policy: wanted one of cost, elora, lru; got"):
+        flags.resolve_arguments(lambda server_args: None, args)
+    monkeypatch.delenv(config.CONFIG_ENV, raising=False)

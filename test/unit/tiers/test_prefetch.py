@@ -287,3 +287,25 @@ def test_a_load_soon_after_an_eviction_counts_as_thrash() -> None:
     world.tree.evict(20)
     run(world, world.enqueue(0, (0,)))
     assert world.counters.of("adapter 0").thrash == 1
+
+
+def test_waiting_is_counted_in_seconds_until_the_request_may_start() -> None:
+    world = world_with(20, 20, 3)
+    now = iter(range(10, 1000, 10))
+    world.prefetch.now = lambda: float(next(now))
+    request = world.enqueue(0, (1, 1))
+    run(world, request)
+    assert world.counters.total.seconds_waited == 10.0
+    assert world.counters.of("adapter 0").seconds_waited == 10.0
+    assert world.counters.total.passes_waited == 1
+
+
+def test_an_adapter_that_was_unloaded_is_counted_no_more() -> None:
+    world = world_with(20, 20, 3)
+    world.enqueue(0, (1, 1))
+    world.step()
+    world.unload(0)
+    world.step()
+    assert "adapter 0" not in world.counters.by_adapter
+    assert world.counters.total.passes_waited == 1
+    world.check()
