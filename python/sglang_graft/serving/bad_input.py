@@ -1,9 +1,9 @@
 """An error that a request's own body causes is 4xx with the reason; a fault of ours stays 5xx.
 
 Targets (0.5.17):
-- AROUND `normalize_batch_and_arguments` of /generate's and /encode's bodies, and AROUND
-  `_convert_to_internal_request` and `_validate_request` of the OpenAI handlers: these look at a
-  body and at nothing else, so whatever they run into is in the body. SGLang answers 500.
+- AROUND `normalize_batch_and_arguments` and `__getitem__` of /generate's and /encode's bodies, and
+  AROUND `_convert_to_internal_request` and `_validate_request` of the OpenAI handlers: these look
+  at a body and at nothing else, so whatever they run into is in the body. SGLang answers 500.
 - the FastAPI application: what the handlers of `BODY_ERRORS_OF` let through of their bodies.
 - /v1/messages: SGLang makes 500 of what the chat handler calls a wrong request; see `reading`.
 
@@ -93,7 +93,11 @@ def normalize(original: Callable[..., Any], self: Any) -> Any:
         n = one.get("n") if isinstance(one, dict) else None
         if n is not None and not (type(n) is int and 1 <= n <= MOST_SAMPLES):
             raise ValueError(f"n: wanted a number from 1 to {MOST_SAMPLES}, got {n!r}")
-    return reading(original, self)
+    result = reading(original, self)
+    ids = [self.rid] if self.is_single else self.rid
+    if not (isinstance(ids, list) and all(isinstance(rid, str) for rid in ids)):
+        raise ValueError("rid: wanted a text, or one for each prompt of a batch")
+    return result
 
 
 class BodyErrors:
@@ -124,6 +128,7 @@ _HANDLERS = (
     "serving_rerank.OpenAIServingRerank",
 )
 _VALIDATING = tuple(handler for handler in _HANDLERS if "score" not in handler)
+_BODIES = ("GenerateReqInput", "EmbeddingReqInput")
 _REASON = "a wrong body is an error of its request"
 
 HOOKS = (
@@ -162,6 +167,16 @@ HOOKS = (
             parameters=("self",),
             reason=_REASON,
         )
-        for body in ("GenerateReqInput", "EmbeddingReqInput")
+        for body in _BODIES
+    ),
+    *(
+        Hook(
+            target=f"sglang.srt.managers.io_struct.{body}.__getitem__",
+            kind="around",
+            function=reading,
+            parameters=("self", "i"),
+            reason="a list that is shorter than its batch is an error of its request",
+        )
+        for body in _BODIES
     ),
 )
