@@ -28,6 +28,12 @@ logger = logging.getLogger(__name__)
 MOST_SAMPLES = 1024
 """Answers that one request may ask for, `n`; each is a request of its own in memory."""
 
+_EXPERT_ROUTES = (
+    "/start_expert_distribution_record",
+    "/stop_expert_distribution_record",
+    "/dump_expert_distribution_record",
+)
+
 Errors = tuple[type[Exception], ...]
 
 # Path -> what a wrong body makes its handler raise, and nothing else does.
@@ -42,6 +48,7 @@ BODY_ERRORS_OF: dict[str, Errors] = {
     "/v1/loads": (ValueError,),
     OLLAMA_CHAT: (ValueError, jinja2.TemplateError),
     OLLAMA_GENERATE: (ValueError,),
+    **dict.fromkeys(_EXPERT_ROUTES, (ValueError,)),
 }
 
 
@@ -100,6 +107,12 @@ def normalize(original: Callable[..., Any], self: Any) -> Any:
     return result
 
 
+def refuse_record(self: Any) -> None:
+    """BEFORE the calls about expert records, which end a scheduler that has no recorder."""
+    if self.server_args.expert_distribution_recorder_mode is None:
+        raise ValueError("the server runs without --expert-distribution-recorder-mode")
+
+
 class BodyErrors:
     """ASGI middleware: 400 for the errors of `BODY_ERRORS_OF`."""
 
@@ -128,6 +141,7 @@ _HANDLERS = (
     "serving_rerank.OpenAIServingRerank",
 )
 _VALIDATING = tuple(handler for handler in _HANDLERS if "score" not in handler)
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _BODIES = ("GenerateReqInput", "EmbeddingReqInput")
 _REASON = "a wrong body is an error of its request"
 
@@ -151,6 +165,16 @@ HOOKS = (
             reason=_REASON,
         )
         for handler in _VALIDATING
+    ),
+    *(
+        Hook(
+            target=f"{_CONTROL}.{path.removeprefix('/')}",
+            kind="before",
+            function=refuse_record,
+            parameters=("self",),
+            reason="a call that the scheduler cannot serve does not end it",
+        )
+        for path in _EXPERT_ROUTES
     ),
     Hook(
         target=f"{_OPENAI}serving_tokenize.OpenAIServingDetokenize._convert_to_internal_request",
