@@ -173,7 +173,7 @@ def test_the_other_routes(server: Server, reference: Reference, form: str) -> No
         "instances": [{"text": TEXT}],
         "parameters": {"sampling_params": greedy(NEW)} | named,
     }
-    (answer,) = server.post("/vertex_generate", vertex).json()["predictions"]
+    (answer,) = server.post("/vertex_generate", vertex).json()
     assert answer["text"].split() == truth
     assert answer["meta_info"]["adapter"] == "legal"
 

@@ -126,19 +126,16 @@ def test_C59_C74_C137_a_bad_folder_is_refused_to_those_who_name_it(
     for path, body in (
         ("/generate", {"input_ids": [1], "lora_path": name}),
         ("/v1/completions", {"prompt": "w1", "model": name}),
-        ("/v1/completions", {"prompt": "w1", "model": f"base:{name}", "stream": True}),
+        ("/v1/completions", {"prompt": "w1", "model": f"default:{name}", "stream": True}),
         ("/v1/chat/completions", chat),
         ("/v1/chat/completions", {**chat, "stream": True}),
         ("/v1/messages", chat),
+        ("/generate", {"input_ids": [1], "lora_path": name, "stream": True}),
     ):
         response = server.post(path, body)
         assert response.status_code == httpx.codes.BAD_REQUEST, (path, response.text)
         assert reason in response.text
         assert str(root.parent) not in response.text
-    stream = server.post("/generate", {"input_ids": [1], "lora_path": name, "stream": True})
-    event = json.loads(stream.text.split("\n\n")[0].removeprefix("data: "))
-    assert event["error"]["code"] == httpx.codes.BAD_REQUEST
-    assert reason in event["error"]["message"]
     assert name not in cards(server)
     assert ask(server, None).status_code == httpx.codes.OK
 
@@ -200,7 +197,7 @@ def test_parallel_first_uses_load_once(
         ("/generate", {"text": ["w1 w2", "w3"], "lora_path": ["NAME", None]}),
         ("/generate", {"text": "w1 w2", "lora_path": "NAME", "stream": True}),
         ("/v1/completions", {"prompt": "w1 w2", "model": "NAME"}),
-        ("/v1/completions", {"prompt": "w1 w2", "model": "base:NAME"}),
+        ("/v1/completions", {"prompt": "w1 w2", "model": "default:NAME"}),
         ("/v1/completions", {"prompt": "w1 w2", "model": "default", "lora_path": "NAME"}),
         ("/v1/completions", {"prompt": "w1 w2", "model": "NAME", "stream": True}),
         ("/v1/chat/completions", {"model": "NAME"}),

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sglang_graft.adapters import Adapter, AdapterError, ModelSpec, TileMap, measure, read_adapter
+from sglang_graft.adapters.chat_template import read_chat_template
 from sglang_graft.adapters.config import CONFIG_NAME
 from sglang_graft.adapters.files import read_json_object
 from sglang_graft.cli.base_weights import folder_weights
@@ -85,6 +86,11 @@ def validate(path: Path, options: Options) -> Verdict:
         base, tiles = _base(folder, options)
         adapter = read_adapter(path, tiles.spec, folder_weights(folder, tiles.spec))
         nbytes, pages = measure(adapter, tiles)
+        if read_chat_template(path) is not None:
+            # Compiled as the server does it; SGLang takes seconds to import.
+            from sglang_graft.serving import chat_templates
+
+            chat_templates.read(path)
     except AdapterError as error:
         refused = Refusal(file=str(error.file), item=error.item, reason=error.reason)
         return Verdict(path=str(path), refused=refused)

@@ -1,9 +1,9 @@
 """An error that a request's own body causes is 4xx with the reason; a fault of ours stays 5xx.
 
 Targets (0.5.17):
-- AROUND `normalize_batch_and_arguments` of /generate's and /encode's bodies, and AROUND
-  `_convert_to_internal_request` and `_validate_request` of the OpenAI handlers: these look at a
-  body and at nothing else, so whatever they run into is in the body. SGLang answers 500.
+- AROUND `normalize_batch_and_arguments` and `__getitem__` of /generate's and /encode's bodies, and
+  AROUND `_convert_to_internal_request` and `_validate_request` of the OpenAI handlers: these look
+  at a body and at nothing else, so whatever they run into is in the body. SGLang answers 500.
 - the FastAPI application: what the handlers of `BODY_ERRORS_OF` let through of their bodies.
 - /v1/messages: SGLang makes 500 of what the chat handler calls a wrong request; see `reading`.
 
@@ -28,6 +28,12 @@ logger = logging.getLogger(__name__)
 MOST_SAMPLES = 1024
 """Answers that one request may ask for, `n`; each is a request of its own in memory."""
 
+_EXPERT_ROUTES = (
+    "/start_expert_distribution_record",
+    "/stop_expert_distribution_record",
+    "/dump_expert_distribution_record",
+)
+
 Errors = tuple[type[Exception], ...]
 
 # Path -> what a wrong body makes its handler raise, and nothing else does.
@@ -42,6 +48,7 @@ BODY_ERRORS_OF: dict[str, Errors] = {
     "/v1/loads": (ValueError,),
     OLLAMA_CHAT: (ValueError, jinja2.TemplateError),
     OLLAMA_GENERATE: (ValueError,),
+    **dict.fromkeys(_EXPERT_ROUTES, (ValueError,)),
 }
 
 
@@ -93,7 +100,17 @@ def normalize(original: Callable[..., Any], self: Any) -> Any:
         n = one.get("n") if isinstance(one, dict) else None
         if n is not None and not (type(n) is int and 1 <= n <= MOST_SAMPLES):
             raise ValueError(f"n: wanted a number from 1 to {MOST_SAMPLES}, got {n!r}")
-    return reading(original, self)
+    result = reading(original, self)
+    ids = [self.rid] if self.is_single else self.rid
+    if not (isinstance(ids, list) and all(isinstance(rid, str) for rid in ids)):
+        raise ValueError("rid: wanted a text, or one for each prompt of a batch")
+    return result
+
+
+def refuse_record(self: Any) -> None:
+    """BEFORE the calls about expert records, which end a scheduler that has no recorder."""
+    if self.server_args.expert_distribution_recorder_mode is None:
+        raise ValueError("the server runs without --expert-distribution-recorder-mode")
 
 
 class BodyErrors:
@@ -124,6 +141,8 @@ _HANDLERS = (
     "serving_rerank.OpenAIServingRerank",
 )
 _VALIDATING = tuple(handler for handler in _HANDLERS if "score" not in handler)
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_BODIES = ("GenerateReqInput", "EmbeddingReqInput")
 _REASON = "a wrong body is an error of its request"
 
 HOOKS = (
@@ -147,6 +166,16 @@ HOOKS = (
         )
         for handler in _VALIDATING
     ),
+    *(
+        Hook(
+            target=f"{_CONTROL}.{path.removeprefix('/')}",
+            kind="before",
+            function=refuse_record,
+            parameters=("self",),
+            reason="a call that the scheduler cannot serve does not end it",
+        )
+        for path in _EXPERT_ROUTES
+    ),
     Hook(
         target=f"{_OPENAI}serving_tokenize.OpenAIServingDetokenize._convert_to_internal_request",
         kind="before",
@@ -162,6 +191,16 @@ HOOKS = (
             parameters=("self",),
             reason=_REASON,
         )
-        for body in ("GenerateReqInput", "EmbeddingReqInput")
+        for body in _BODIES
+    ),
+    *(
+        Hook(
+            target=f"sglang.srt.managers.io_struct.{body}.__getitem__",
+            kind="around",
+            function=reading,
+            parameters=("self", "i"),
+            reason="a list that is shorter than its batch is an error of its request",
+        )
+        for body in _BODIES
     ),
 )

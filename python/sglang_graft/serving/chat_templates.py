@@ -59,7 +59,7 @@ Templates = dict[str, ChatTemplate]
 
 @dataclass
 class Use:
-    """The registration whose template a request was rendered with."""
+    """The registration whose template a request is rendered with."""
 
     name: str
     lora_id: str
@@ -112,11 +112,12 @@ def _compiled(file: Path, text: str) -> ChatTemplate:
 
 def use(manager: Any, adapter: str | None, *, tools: bool) -> Use | None:
     """From now on this request is rendered with the template of `adapter`, if it has one."""
-    ref = None if adapter is None else manager.lora_registry.ref(adapter)
     chosen = None
-    if ref is not None:
-        templates = manager.lora_registry.templates.get(ref.lora_id)
-        chosen = Use(ref.lora_name, ref.lora_id, templates, _pick(templates, tools))
+    if adapter is not None:
+        ref = manager.lora_registry.ref(adapter)  # None: unloaded meanwhile
+        lora_id = "" if ref is None else ref.lora_id
+        templates = manager.lora_registry.templates.get(lora_id)
+        chosen = Use(adapter, lora_id, templates, _pick(templates, tools))
     _use.set(chosen)
     return chosen
 

@@ -65,8 +65,19 @@ async def select(
 
 
 async def _select(body: Any, model: str | None) -> Named:
+    """The same for a body, and loaded: what cannot be used is refused before a stream begins."""
     path = getattr(body, "lora_path", None)
-    return await select(_manager(), model=model, lora_path=path, lora_name=body.lora_name)
+    chosen = await select(_manager(), model=model, lora_path=path, lora_name=body.lora_name)
+    await _load(names_of(chosen))
+    return chosen
+
+
+async def _load(adapters: list[str]) -> None:
+    try:
+        async with on_demand(_manager()).hold(adapters):
+            return  # one that is unloaded right now is looked for again when SGLang resolves it
+    except RefusedError as error:
+        raise HTTPException(error.status_code, str(error)) from None
 
 
 async def _native(body: Any) -> None:
@@ -88,15 +99,11 @@ async def _chat(body: Any, answer: Answer) -> Any:
     manager = _manager()
     adapter = aliases(manager).resolve(only(getattr(body, "lora_path", None)))
     for _ in range(_TRIES):
-        try:
-            async with on_demand(manager).hold([adapter]):
-                # Once it is loaded its template is known.
-                used = chat_templates.use(manager, adapter, tools=bool(body.tools))
-        except RefusedError as error:
-            raise HTTPException(error.status_code, str(error)) from None
+        used = chat_templates.use(manager, adapter, tools=bool(body.tools))
         result = await answer()
         if used is None or not used.stale:
             return result
+        await _load([used.name])
     return result
 
 
@@ -181,7 +188,9 @@ async def vertex(
     except ValidationError as error:
         raise HTTPException(HTTPStatus.BAD_REQUEST, f"parameters: {error}") from None
     fields = {key: parameters.pop(key, None) for key in ("model", "lora_path", "lora_name")}
-    vertex_req.parameters = parameters | {"lora_path": await select(_manager(), **fields)}
+    chosen = await select(_manager(), **fields)
+    await _load(names_of(chosen))
+    vertex_req.parameters = parameters | {"lora_path": chosen}
     return await http_server.vertex_generate(vertex_req, raw_request)
 
 

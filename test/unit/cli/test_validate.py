@@ -218,3 +218,12 @@ def test_a_base_model_that_cannot_be_served(
     result = run(good, "--model", model, "--page-size", 1)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_chat_template_that_cannot_be_compiled_is_refused(model: Path, good: Path) -> None:
+    (good / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert report(good, "--model", model)[0] == 0
+    (good / "chat_template.jinja").write_text("{% for %}")
+    code, (verdict,) = report(good, "--model", model)
+    assert code == 1
+    assert verdict["refused"]["item"] == "chat_template"

@@ -86,6 +86,29 @@ def test_bodies_that_cannot_be_normalized_are_wrong(fields: dict[str, Any]) -> N
         normalize(GenerateReqInput.normalize_batch_and_arguments, body)
 
 
+def test_expert_records_need_a_recorder() -> None:
+    manager = SimpleNamespace(server_args=SimpleNamespace(expert_distribution_recorder_mode=None))
+    with pytest.raises(ValueError, match="--expert-distribution-recorder-mode"):
+        bad_input.refuse_record(manager)
+    manager.server_args.expert_distribution_recorder_mode = "stat"
+    bad_input.refuse_record(manager)
+
+
+@pytest.mark.parametrize("rid", [["a"], [], 3])
+def test_a_single_request_has_one_id(rid: Any) -> None:
+    with pytest.raises(ValueError, match="rid: wanted a text"):
+        normalize(
+            GenerateReqInput.normalize_batch_and_arguments, GenerateReqInput(text="x", rid=rid)
+        )
+
+
+def test_a_list_that_is_too_short_is_wrong() -> None:
+    body = GenerateReqInput(text=["x", "y"], bootstrap_pair_key=[])
+    normalize(GenerateReqInput.normalize_batch_and_arguments, body)
+    with pytest.raises(ValueError, match="IndexError"):
+        reading(GenerateReqInput.__getitem__, body, 1)
+
+
 def test_embeddings_too() -> None:
     with pytest.raises(ValueError, match="IndexError"):
         normalize(EmbeddingReqInput.normalize_batch_and_arguments, EmbeddingReqInput(input_ids=[]))
