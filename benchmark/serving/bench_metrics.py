@@ -12,9 +12,9 @@ ratios' median over the rounds is the result. Of each phase:
 - `cpu`: CPU time of the scheduler process a pass, which other processes disturb less;
 - `answer`: share of the pass time that the scheduler spent on computing answers, its own figure.
 
-What this does not show: a GPU's passes, which are longer, so that the share is smaller; thousands of
-adapters (`answer` grows with their number; --adapters says how many); and the accounting itself,
-which is always on: `accounting` has its cost a call, measured alone.
+What this does not show: a GPU's passes, in which the CPU has less to do; thousands of adapters
+(`answer` grows with their number; --adapters says how many); and the accounting itself, which is
+always on: `accounting` has its cost a call, measured alone.
 """
 
 import argparse
@@ -112,10 +112,8 @@ def accounting() -> dict[str, float]:
         "admission": lambda: seen.admitted("r", has_adapter=True),
         "departure": note,
     }
-    return {
-        name: 1e9 * min(timeit.repeat(f, number=times, repeat=5)) / times
-        for name, f in calls.items()
-    }
+    best = {name: min(timeit.repeat(f, number=times, repeat=5)) for name, f in calls.items()}
+    return {name: 1e9 * seconds / times for name, seconds in best.items()}
 
 
 def summary(rounds: list[list[dict[str, float]]]) -> dict[str, dict[str, float]]:
