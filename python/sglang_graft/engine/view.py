@@ -139,7 +139,7 @@ def _departures(cache: GraftPrefixCache) -> list[dict[str, Any]]:
             "pages": one.pages,
             "kept": one.kept,
         }
-        for one in reversed(cache.tree.departures.latest)
+        for one in reversed(cache.tree.departures.latest())
     ]
 
 

@@ -43,7 +43,7 @@ def test_a_request_takes_kv_then_the_adapter(
     assert counts(tree) == {("request", "kv"): (1, 2)}
     assert tree.evict(5) == 5
     assert counts(tree) == {("request", "kv"): (2, 4), ("request", "adapter"): (1, 3)}
-    last = tree.departures.latest[-1]
+    last = tree.departures.latest()[-1]
     assert (last.identity, last.weights, last.pages, last.kept) == ("a", True, 3, False)
     assert tree.evicted_adapters == 1
     tree.check_invariants()
@@ -81,7 +81,7 @@ def test_promotion_and_what_the_host_keeps() -> None:
     world.finish(-1)
     world.settle()
     assert world.tree.evict(4) == 4
-    (gone,) = world.tree.departures.latest
+    (gone,) = world.tree.departures.latest()
     assert gone.kept == (world.tree.demoted_pages == 4)
     assert gone.reason is Reason.REQUEST
     world.check()
@@ -94,5 +94,5 @@ def test_only_the_latest_are_kept_one_by_one() -> None:
         departures.check_invariants()
     departures.note(99, Reason.REQUEST, None, 0, weights=False, kept=False)
     assert departures.counts == {(Reason.REQUEST, False): [KEPT + 10, 2 * (KEPT + 10)]}
-    assert [one.clock for one in departures.latest] == list(range(10, KEPT + 10))
-    assert departures.latest[0].at == 7.0
+    assert [one.clock for one in departures.latest()] == list(range(10, KEPT + 10))
+    assert departures.latest()[0].at == 7.0
