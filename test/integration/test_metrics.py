@@ -57,7 +57,7 @@ def samples(server: Server) -> dict[Key, float]:
     }
 
 
-def value(found: dict[Key, float], name: str, **labels: str) -> float:
+def value(found: dict[Key, float], name: str, /, **labels: str) -> float:
     return found.get((name, frozenset(labels.items())), 0.0)
 
 

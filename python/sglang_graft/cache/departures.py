@@ -55,7 +55,9 @@ class Departures:
     now: Callable[[], float] = _no_time
     counts: dict[tuple[Reason, bool], list[int]] = field(default_factory=dict)
     """(reason, weights) -> [departures, pages]."""
-    latest: deque[Departure] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _latest: deque[tuple[int, float, Reason, str | None, bool, int, bool]] = field(
+        default_factory=lambda: deque(maxlen=KEPT)
+    )
 
     def note(
         self,
@@ -75,11 +77,16 @@ class Departures:
             count = self.counts[reason, weights] = [0, 0]
         count[0] += 1
         count[1] += pages
-        self.latest.append(Departure(clock, self.now(), reason, identity, weights, pages, kept))
+        # A plain tuple: making a named one would double what a departure costs.
+        self._latest.append((clock, self.now(), reason, identity, weights, pages, kept))
+
+    def latest(self) -> list[Departure]:
+        """The latest `KEPT` departures, the last one at the end."""
+        return [Departure._make(one) for one in self._latest]
 
     def check_invariants(self) -> None:
         """Assert that the latest ones are in order and were counted."""
-        clocks = [one.clock for one in self.latest]
+        clocks = [one.clock for one in self.latest()]
         assert clocks == sorted(clocks), f"departures out of order: {clocks}"
         events = sum(count[0] for count in self.counts.values())
-        assert len(self.latest) == min(events, KEPT), f"{len(self.latest)} of {events} departures"
+        assert len(clocks) == min(events, KEPT), f"{len(clocks)} of {events} departures"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_graft.cache import host_invariants, shares
+from sglang_graft.cache.departures import Reason
 from sglang_graft.cache.node import AdapterNode, Node, State
 from sglang_graft.cache.runs import below
 from sglang_graft.pool.ledger import Owner
@@ -35,12 +36,30 @@ def check(tree: UnifiedTree) -> None:
     _check_registry(tree)
     _check_pages(tree, adapters, nodes)
     _check_victims(tree, nodes)
-    tree.departures.check_invariants()
+    _check_departures(tree)
     shares.check(tree.shares, nodes, tree.leaves_whole)
     if tree.host is None:
         assert not any(node.host for node in nodes), "host copies without a host tier"
     else:
         host_invariants.check(tree.host, nodes)
+
+
+def _check_departures(tree: UnifiedTree) -> None:
+    tree.departures.check_invariants()
+    evicted = {
+        (weights, field): sum(
+            count[field]
+            for (reason, of_weights), count in tree.departures.counts.items()
+            if of_weights == weights and reason not in (Reason.UNLOAD, Reason.FLUSH)
+        )
+        for weights in (True, False)
+        for field in (0, 1)
+    }
+    gone = tree.demoted_pages + tree.dropped_pages
+    assert evicted[False, 1] == gone, f"{gone} pages of KV were evicted, noted {evicted[False, 1]}"
+    assert evicted[True, 0] == tree.evicted_adapters, (
+        f"{tree.evicted_adapters} adapters were evicted, noted {evicted[True, 0]}"
+    )
 
 
 def _check_registry(tree: UnifiedTree) -> None:

@@ -23,6 +23,9 @@ class Observations:
     """Turns of the loop that began while requests ran or waited."""
     pass_seconds: float = 0.0
     """From their beginning to the beginning of the next turn."""
+    answers: int = 0
+    """Questions of `engine/view` that were answered."""
+    answer_seconds: float = 0.0
     wait_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     """Of requests with an adapter: from being passed over first to their admission, else 0."""
     _began: float | None = None
@@ -35,6 +38,14 @@ class Observations:
             self.passes += 1
             self.pass_seconds += now - self._began
         self._began = now if busy else None
+
+    def answer(self, question: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Answer a question of an observer, and note what that took."""
+        began = self.now()
+        found = question()
+        self.answers += 1
+        self.answer_seconds += self.now() - began
+        return found
 
     def held_back(self, key: str) -> None:
         """A waiting request was passed over because its bytes are not on the device."""
@@ -57,6 +68,8 @@ class Observations:
         return {
             "passes": self.passes,
             "pass_seconds": self.pass_seconds,
+            "answers": self.answers,
+            "answer_seconds": self.answer_seconds,
             "wait_seconds": self.wait_seconds.report(),
             "held_back": len(self._waiting),
         }

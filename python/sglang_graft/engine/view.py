@@ -139,11 +139,21 @@ def _departures(cache: GraftPrefixCache) -> list[dict[str, Any]]:
             "pages": one.pages,
             "kept": one.kept,
         }
-        for one in reversed(cache.tree.departures.latest)
+        for one in reversed(cache.tree.departures.latest())
     ]
 
 
+def _answer_metrics(scheduler: Any, _: dict[str, Any]) -> dict[str, Any]:
+    cache: GraftPrefixCache = scheduler.tree_cache
+    return cache.observed.answer(lambda: metrics(cache))
+
+
+def _answer_overview(scheduler: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    cache: GraftPrefixCache = scheduler.tree_cache
+    return cache.observed.answer(lambda: overview(cache, arguments))
+
+
 OPERATIONS: dict[str, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
-    "metrics": lambda scheduler, _: metrics(scheduler.tree_cache),
-    "overview": lambda scheduler, arguments: overview(scheduler.tree_cache, arguments),
+    "metrics": _answer_metrics,
+    "overview": _answer_overview,
 }

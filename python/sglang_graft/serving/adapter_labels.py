@@ -37,20 +37,21 @@ class AdapterLabels:
         self._began = self.now()
 
     def label(self, name: str) -> str:
-        """The label of an adapter, without counting a request."""
+        """The label of an adapter, without counting a request; it gets one if there is one left."""
+        if name not in self._chosen and len(self._chosen) < self.most:
+            self._chosen[name] = 0
         return name if name in self._chosen else OTHER
 
     def count(self, name: str) -> str:
         """The label of an adapter that has one more request."""
         if self.now() - self._began >= WINDOW_SECONDS:
             self._exchange()
-        if name in self._chosen:
+        label = self.label(name)
+        if label is not OTHER:
             self._chosen[name] += 1
-        elif len(self._chosen) < self.most:
-            self._chosen[name] = 1
         elif name in self._others or len(self._others) < _WATCHED:
             self._others[name] = self._others.get(name, 0) + 1
-        return self.label(name)
+        return label
 
     def names(self) -> list[str]:
         """Who has a label, in the order in which they got it."""

@@ -98,8 +98,11 @@ def _evictions(field: str) -> Reader:
     return read
 
 
-def _passes(snapshot: Snapshot) -> Iterator[Sample]:
-    yield (), (snapshot["passes"], snapshot["pass_seconds"])
+def _count_and_sum(count: str, total: str) -> Reader:
+    def read(snapshot: Snapshot) -> Iterator[Sample]:
+        yield (), (snapshot[count], snapshot[total])
+
+    return read
 
 
 def _by_adapter(field: str) -> Reader:
@@ -245,7 +248,7 @@ _MOVES = (
         DIRECTION,
     ),
     Metric(
-        "graft_pages_under_way",
+        "graft_moving_pages",
         Kind.GAUGE,
         "Pages of copies that have not landed.",
         keys("host", of={"to_device": "pages_loading", "to_host": "pages_storing"}),
@@ -296,7 +299,13 @@ _REQUESTS_IN_SCHEDULER = (
         "graft_scheduler_pass_seconds",
         Kind.SUMMARY,
         "Turns of the scheduler's loop while requests ran or waited.",
-        _passes,
+        _count_and_sum("passes", "pass_seconds"),
+    ),
+    Metric(
+        "graft_scheduler_answer_seconds",
+        Kind.SUMMARY,
+        "What the scheduler spent on the questions of /metrics and of the page, this one excluded.",
+        _count_and_sum("answers", "answer_seconds"),
     ),
 )
 
