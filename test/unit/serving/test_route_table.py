@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from sglang.srt.utils import auth
 from starlette.testclient import TestClient
 
-from sglang_graft.serving import listing, route_table, routes
+from sglang_graft.serving import listing, route_table, routes, tenant_routes
 from sglang_graft.serving.route_table import TABLE, Does, level, what_it_does
 
 ADMIN, API = {"Authorization": "Bearer admin"}, {"Authorization": "Bearer api"}
@@ -38,6 +38,7 @@ def real_paths() -> set[str]:
 
     ours = FastAPI(openapi_url=None)
     ours.include_router(routes.router)
+    ours.include_router(tenant_routes.router)
     listing.add_to(ours)
     return {*paths(http_server.app.router.routes), *paths(ours.router.routes)}
 
