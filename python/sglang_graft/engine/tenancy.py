@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_graft.cache.shares import Share, Shares
+from sglang_graft.cache.shares import NOTHING, Incoming, Share, Shares
 from sglang_graft.engine.pinning import pages_wanted
 from sglang_graft.tenants import carrier
 from sglang_graft.tiers.residency import PAGES_OF_A_REQUEST
@@ -109,10 +109,10 @@ class Tenancy:
         room = self.cache.tree.ledger.total - floors - pinned
         return room if share.cap is None else min(room, share.cap)
 
-    def enforce_caps(self) -> None:
-        """Take from each share what it holds above its cap and nobody needs."""
+    def enforce_caps(self, incoming: Incoming = NOTHING) -> None:
+        """Take from each share what it will hold above its cap once `incoming` pages came."""
         for share in self.shares:
-            over = share.over_cap()
+            over = share.over_cap(incoming.get(share, 0))
             if over > 0:
                 self.cache.tree.evict(over, only=share)
 
