@@ -340,6 +340,7 @@ def test_a_flood_leaves_a_floor_alone_and_crosses_no_answer(
     watcher.join()
     for request, answer in zip([*flood, *mine], [*others, *answers], strict=True):
         assert is_right(truth, request.adapter, request.prompt, answer["output_ids"])
+    assert tenants(ask)["floors_broken"] == 0
     assert min(seen) >= FLOOR, "b was pushed below its floor"
     assert 0 < max(caps) <= CAP
     after = {row["name"]: row["loads"] for row in ask["admin"].pool()["adapters"]}

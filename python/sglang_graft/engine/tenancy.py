@@ -46,6 +46,8 @@ class Tenancy:
         self.enabled = enabled
         self.shares: Shares = cache.tree.shares
         self.priorities: dict[str, int] = {}
+        self.floors_broken = 0
+        """Pages taken below floors, which only happens for requests older than the floors."""
         # What the requests that run may come to take, by share: pages, and adapters by serial.
         self._pages: dict[Share, int] = {}
         self._adapters: dict[Share, set[int]] = {}
@@ -115,6 +117,20 @@ class Tenancy:
             over = share.over_cap(incoming.get(share, 0))
             if over > 0:
                 self.cache.tree.evict(over, only=share)
+
+    def provide(self, pages: int, incoming: Incoming) -> None:
+        """Free `pages` for requests that run and cannot wait.
+
+        Admission left room for every floor, so this keeps them; unless the floors were raised
+        since then. Then rather a floor gives than a request, or the server.
+        """
+        tree = self.cache.tree
+        missing = pages - tree.ledger.free
+        if missing > 0:
+            missing -= tree.evict(missing, incoming=incoming)
+        if missing > 0:
+            anything = {share: share.evictable for share in self.shares}
+            self.floors_broken += tree.evict(missing, incoming=anything)
 
     # ---- turns
 
@@ -191,7 +207,8 @@ class Tenancy:
     def report(self) -> dict[str, Any]:
         """Pages of each tenant."""
         rows = {s.name: _row(s) for s in self.shares if s is not self.shares.common}
-        return {"tenants": rows, "common": _row(self.shares.common)}
+        common = _row(self.shares.common)
+        return {"tenants": rows, "common": common, "floors_broken": self.floors_broken}
 
 
 def _row(share: Share) -> dict[str, int | None]:

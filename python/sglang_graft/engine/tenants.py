@@ -74,6 +74,8 @@ def check_decode_mem(
     begun = [req for req in chosen if req.kv_committed_len % cache.page_size == 0]
     cache.incoming = Counter(map(cache.tenancy.share, begun))
     cache.tenancy.enforce_caps(cache.incoming)
+    if len(chosen) == 1:  # nobody is left to be retracted
+        cache.tenancy.provide(len(begun), cache.incoming)
     try:
         return original(self, selected_indices)
     finally:
@@ -96,6 +98,7 @@ def before_extend(batch: Any) -> None:
         incoming[cache.tenancy.share(req)] += pages
     cache.incoming = incoming
     cache.tenancy.enforce_caps(incoming)
+    cache.tenancy.provide(sum(incoming.values()), incoming)
 
 
 def set_from_file(cache: GraftPrefixCache, path: str) -> None:
