@@ -2,9 +2,9 @@
 """Does a flood of one tenant slow another? P99 time to first token of b, quiet and under a's flood.
 
 One CPU server with a tiny random model and --graft-tenants. Phase "quiet": b alone sends short
-prompts to its own adapter. Phase "flood": the same again, while a keeps requests to 50 cold adapters
-under way below its page cap. Phase "no limits" (with --without): the flood once more after the file
-has been changed to have neither floor nor cap, which says what the two are worth.
+prompts to its own adapter. Phase "flood": the same again, while a keeps requests to 50 cold
+adapters under way below its page cap. Phase "flood_no_limits" (with --without): the flood once more
+after the file was changed to have neither floor nor cap, which says what the two are worth.
 
 Prints one JSON object: seconds, ratios to the quiet run, b's pages, a's loads. Nothing is asserted
 but that no request failed and that b's pages stayed at or above its floor.

@@ -63,7 +63,7 @@ def make(path: Path) -> World:
     world = World(path)
     world.add("a", adapters=["a/*", "both/*"], page_cap=CAP)
     world.add("b", adapters=["b/*", "both/*"], base=True, page_floor=FLOOR)
-    world.add("c", adapters=["b/main"], requests_per_second=0.01, burst_seconds=300)
+    world.add("c", adapters=["b/other"], requests_per_second=0.01, burst_seconds=300)
     world.add("d", adapters=["both/*"], share_kv=True)
     world.add("e", adapters=["both/*"], share_kv=True)
     world.add("f", base=True)

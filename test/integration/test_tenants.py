@@ -243,11 +243,11 @@ def test_the_openai_client(server: Server, world: World) -> None:
 def test_rates_are_429_with_retry_after(
     server: Server, ask: dict[str, Server], world: World
 ) -> None:
-    body = Request("b/main", PROMPT, 2).body()
-    batch = {**body, "input_ids": [list(PROMPT)] * 2, "lora_path": ["b/main"] * 2}
+    body = Request("b/other", PROMPT, 2).body()
+    batch = {**body, "input_ids": [list(PROMPT)] * 2, "lora_path": ["b/other"] * 2}
     assert ask["c"].post("/generate", body).status_code == 200
     assert ask["c"].post("/generate", batch).status_code == 200  # two more: three were there
-    for form, content in naming("b/main").items():
+    for form, content in naming("b/other").items():
         answer = ask["c"].post(form.split()[0], content)
         assert answer.status_code == 429, (form, answer.text)
         assert 0 < int(answer.headers["Retry-After"]) <= 100
@@ -256,7 +256,7 @@ def test_rates_are_429_with_retry_after(
         OpenAI(base_url=f"{server.url}/v1", api_key=world.keys["c"], max_retries=0) as client,
         pytest.raises(RateLimitError, match="used its rate"),
     ):
-        client.completions.create(model="b/main", prompt="w1", stream=True)
+        client.completions.create(model="b/other", prompt="w1", stream=True)
     assert tenants(ask)["tenants"]["c"]["refused_by_rate"] > 0
 
 
@@ -283,8 +283,8 @@ def test_kv_of_one_tenant_is_not_found_by_another(ask: dict[str, Server]) -> Non
 
 def test_ids_of_requests_are_a_tenants_own(ask: dict[str, Server]) -> None:
     running = Stream(ask["b"], Request("b/main", PROMPT, 300), rid="abc").started()
-    twin = Stream(ask["a"], Request("both/shared", PROMPT, 300), rid="abc").started()
-    prefix = Stream(ask["a"], Request("both/shared", PROMPT, 300), rid="a").started()
+    twin = Stream(ask["a"], Request("both/shared", PROMPT, 200), rid="abc").started()
+    prefix = Stream(ask["a"], Request("both/shared", PROMPT, 200), rid="a").started()
     assert ask["a"].post("/abort_request", {"rid": "t:b:abc"}).status_code in (401, 403)
     assert ask["a"].post("/abort_request", {"abort_all": True}).status_code in (401, 403)
     prefix.leave()
@@ -321,7 +321,7 @@ def test_a_flood_leaves_a_floor_alone_and_crosses_no_answer(
     stop, seen, caps = threading.Event(), [], []
 
     def watch() -> None:
-        while not stop.is_set():
+        while not stop.wait(0.05):
             pages = {name: row["pages"] for name, row in tenants(ask)["tenants"].items()}
             seen.append(pages["b"]["held"])
             caps.append(pages["a"]["held"])
@@ -340,8 +340,9 @@ def test_a_flood_leaves_a_floor_alone_and_crosses_no_answer(
     watcher.join()
     for request, answer in zip([*flood, *mine], [*others, *answers], strict=True):
         assert is_right(truth, request.adapter, request.prompt, answer["output_ids"])
+    assert tenants(ask)["floors_broken"] == 0
     assert min(seen) >= FLOOR, "b was pushed below its floor"
-    assert max(caps) <= CAP + 8, "a held more than its cap and a step of its running requests"
+    assert 0 < max(caps) <= CAP
     after = {row["name"]: row["loads"] for row in ask["admin"].pool()["adapters"]}
     assert after["b/main"] == before["b/main"], "b's adapter never had to come back"
     assert sum(after[f"a/x{n}"] for n in range(COLD)) >= COLD
@@ -383,6 +384,9 @@ def test_a_changed_file_counts_at_once_and_a_bad_one_changes_nothing(
     wait_until(lambda: "d" not in tenants(ask)["tenants"])
     assert tenants(ask)["error"] is None
     assert ask["d"].post("/generate", body).status_code == 401
+    wait_until(lambda: ask["admin"].requests()["total"] == 0)
+    ask["admin"].flush()
+    assert held(ask, "b") == held(ask, "a") == 0
     shown = json.dumps(tenants(ask))
     assert not [key for key in world.keys.values() if key in shown]
     assert "sha256" not in shown

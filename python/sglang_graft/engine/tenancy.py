@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_graft.cache.shares import Share, Shares
+from sglang_graft.cache.shares import NOTHING, Incoming, Share, Shares
 from sglang_graft.engine.pinning import pages_wanted
 from sglang_graft.tenants import carrier
 from sglang_graft.tiers.residency import PAGES_OF_A_REQUEST
@@ -46,6 +46,8 @@ class Tenancy:
         self.enabled = enabled
         self.shares: Shares = cache.tree.shares
         self.priorities: dict[str, int] = {}
+        self.floors_broken = 0
+        """Pages taken below floors, which only happens for requests older than the floors."""
         # What the requests that run may come to take, by share: pages, and adapters by serial.
         self._pages: dict[Share, int] = {}
         self._adapters: dict[Share, set[int]] = {}
@@ -109,12 +111,26 @@ class Tenancy:
         room = self.cache.tree.ledger.total - floors - pinned
         return room if share.cap is None else min(room, share.cap)
 
-    def enforce_caps(self) -> None:
-        """Take from each share what it holds above its cap and nobody needs."""
+    def enforce_caps(self, incoming: Incoming = NOTHING) -> None:
+        """Take from each share what it will hold above its cap once `incoming` pages came."""
         for share in self.shares:
-            over = share.over_cap()
+            over = share.over_cap(incoming.get(share, 0))
             if over > 0:
                 self.cache.tree.evict(over, only=share)
+
+    def provide(self, pages: int, incoming: Incoming) -> None:
+        """Free `pages` for requests that run and cannot wait.
+
+        Admission left room for every floor, so this keeps them; unless the floors were raised
+        since then. Then rather a floor gives than a request, or the server.
+        """
+        tree = self.cache.tree
+        missing = pages - tree.ledger.free
+        if missing > 0:
+            missing -= tree.evict(missing, incoming=incoming)
+        if missing > 0:
+            anything = {share: share.evictable for share in self.shares}
+            self.floors_broken += tree.evict(missing, incoming=anything)
 
     # ---- turns
 
@@ -191,7 +207,8 @@ class Tenancy:
     def report(self) -> dict[str, Any]:
         """Pages of each tenant."""
         rows = {s.name: _row(s) for s in self.shares if s is not self.shares.common}
-        return {"tenants": rows, "common": _row(self.shares.common)}
+        common = _row(self.shares.common)
+        return {"tenants": rows, "common": common, "floors_broken": self.floors_broken}
 
 
 def _row(share: Share) -> dict[str, int | None]:

@@ -73,6 +73,9 @@ def check_decode_mem(
     chosen = self.reqs if selected_indices is None else [self.reqs[i] for i in selected_indices]
     begun = [req for req in chosen if req.kv_committed_len % cache.page_size == 0]
     cache.incoming = Counter(map(cache.tenancy.share, begun))
+    cache.tenancy.enforce_caps(cache.incoming)
+    if len(chosen) == 1:  # nobody is left to be retracted
+        cache.tenancy.provide(len(begun), cache.incoming)
     try:
         return original(self, selected_indices)
     finally:
@@ -94,6 +97,8 @@ def before_extend(batch: Any) -> None:
         pages = -(-end // size) - -(-len(req.prefix_indices) // size)
         incoming[cache.tenancy.share(req)] += pages
     cache.incoming = incoming
+    cache.tenancy.enforce_caps(incoming)
+    cache.tenancy.provide(sum(incoming.values()), incoming)
 
 
 def set_from_file(cache: GraftPrefixCache, path: str) -> None:

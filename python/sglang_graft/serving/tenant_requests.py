@@ -47,7 +47,8 @@ def claim(self: Any, obj: Any, request: Any = None, lifecycle_id: Any = None) ->
         return
     if getattr(obj, "session_params", None) or getattr(obj, "session_id", None):
         _refuse(obj, "Sessions are the operator's: this API key may not use one.")
-    for name in obj.lora_path if isinstance(obj.lora_path, list) else [obj.lora_path]:
+    wanted = getattr(obj, "lora_path", None)
+    for name in wanted if isinstance(wanted, list) else [wanted]:
         if not tenants.may_use(name or None):
             _refuse(obj, tenants.forbidden(name or None))
     settings = state.table.tenants[tenant]

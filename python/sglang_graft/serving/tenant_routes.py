@@ -35,7 +35,7 @@ async def report() -> dict[str, Any]:
     held = await ask(http_server._global_state.tokenizer_manager, "tenants")
     for name, row in found["tenants"].items():
         row["pages"] = held["tenants"].get(name)
-    return found | {"common_pages": held["common"]}
+    return found | {"common_pages": held["common"], "floors_broken": held["floors_broken"]}
 
 
 def add_gate(app: Any, server_args: Any, manager: Callable[[], Any]) -> None:

@@ -160,6 +160,8 @@ def visible(names: Iterable[str]) -> list[str]:
 
 def visible_cards(cards: Iterable[Any]) -> list[Any]:
     """Those cards of /v1/models that the sender may know of; a card without parent is the base."""
+    if tenant_now() is None:
+        return list(cards)
     return [card for card in cards if may_use(card.id if card.parent else None)]
 
 

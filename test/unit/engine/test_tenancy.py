@@ -1,5 +1,6 @@
 """Whose turn it is, what a cap holds back, and floors that a pool can hold."""
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from sglang_graft.cache import Lru, UnifiedTree
 from sglang_graft.engine import tenants
 from sglang_graft.engine.tenancy import Tenancy
 from sglang_graft.engine.tenants import fit_into_limits, kept_last
-from sglang_graft.pool import PageLedger
+from sglang_graft.pool import Owner, PageLedger
 from sglang_graft.tenants import carrier
 
 PAGE = 16
@@ -164,6 +165,19 @@ def test_who_is_below_its_floor_is_retracted_last() -> None:
     assert kept_last([0, 1, 2, 3], reqs, None) == [1, 3, 0, 2]
     shares[1].running = 6
     assert kept_last([0, 1, 2, 3], reqs, None) == [0, 1, 2, 3]
+
+
+def test_requests_older_than_a_floor_may_break_it() -> None:
+    cache = Cache(pages=20)
+    tenancy, tree = cache.tenancy, cache.tree
+    b = tenancy.shares.get("b")
+    pages = tree.ledger.take(15, Owner.KV_RUNNING)
+    tree.insert(tree.base, array("q", range(15 * PAGE)), pages or [], start=0, share=b)
+    tenancy.set_limits({"b": limits(floor=7)})
+    tenancy.provide(13, {tenancy.shares.get("a"): 13})
+    assert (tree.ledger.free, b.held, tenancy.floors_broken) == (13, 7, 0)
+    tenancy.provide(14, {tenancy.shares.get("a"): 14})
+    assert (tree.ledger.free, b.held, tenancy.floors_broken) == (14, 6, 1)
 
 
 def test_the_operations() -> None:

@@ -90,6 +90,14 @@ def test_an_error_never_shows_what_stands_in_place_of_a_hash() -> None:
         assert key not in str(error.value)
 
 
+def test_the_example_of_the_documentation() -> None:
+    page = Path(__file__).resolve().parents[3] / "docs/tenants.md"
+    text = page.read_text(encoding="utf-8").partition("```yaml\n")[2].partition("```")[0]
+    tenants = parse(text, "docs/tenants.md")
+    assert list(tenants) == ["legal-team", "batch-jobs"]
+    assert tenants["legal-team"].page_floor == 0.25
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TenantsError, match=r"none\.yaml: No such file"):
         read(tmp_path / "none.yaml")
