@@ -190,16 +190,16 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="adapters")
     for column in ("name", "state", "aliases"):
         table.add_column(column, no_wrap=column == "name")
-    for column in ("weights", "KV", "hits", "idle s", "ttl s", "prio", "pin", "requests"):
-        table.add_column(column, justify="right")
+    for column in ("MiB", "KV MiB", "hits", "idle s", "ttl s", "prio", "pin", "reqs"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         ttl = row["ttl_seconds"]
         table.add_row(
             escape(row["name"]),
             row["state"],
             escape(", ".join(row["aliases"])),
-            _size(row["bytes"]),
-            _size(row["kv_bytes"]),
+            f"{row['bytes'] / _MIB:.2f}",
+            f"{row['kv_bytes'] / _MIB:.2f}",
             str(row["hits"]),
             f"{row['idle_seconds']:.0f}",
             "" if ttl is None else f"{ttl:g}",

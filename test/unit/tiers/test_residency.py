@@ -1,69 +1,20 @@
 """Registrations, promotion, copies and slots, on a tiny pool."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from helpers_adapters import random_adapter, read_matrix
+from helpers_residency import LAYOUT, SPEC, make, promote
 
-from sglang_graft.adapters import Adapter, ModelSpec, PointerTable, TileMap
-from sglang_graft.cache import HostTier, Lru, State, UnifiedTree
-from sglang_graft.pool import Arena, Owner, PageLayout, PageLedger
+from sglang_graft.adapters import Adapter
+from sglang_graft.cache import State
+from sglang_graft.pool import Owner
 from sglang_graft.tiers import (
-    CpuCopier,
-    HostPool,
     KnownAdapter,
-    Packed,
     Residency,
-    build_tiers,
 )
 from sglang_graft.tiers.residency import PAGES_OF_A_REQUEST
 
-SPEC = ModelSpec.llama_like(
-    {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 2,
-    },
-    torch.float32,
-)
-HOST_PAGES = 200
 ALL_LINEARS = {(layer, linear.name): 256 for layer in range(SPEC.layers) for linear in SPEC.linears}
-LAYOUT = PageLayout(layers=2, page_tokens=16, kv_heads=2, head_dim=16, dtype=torch.float32)
-
-
-def make(pages: int = 40, slots: int = 3) -> Residency:
-    ledger = PageLedger(pages)
-    tree = UnifiedTree(ledger, page_tokens=LAYOUT.page_tokens, policy=Lru())
-    tile_map = TileMap(SPEC, LAYOUT.page_bytes)
-    table = PointerTable(slots, tile_map, "cpu")
-    arena = Arena(LAYOUT, pages, "cpu")
-    residency = Residency(tree=tree, arena=arena, tile_map=tile_map, table=table)
-    host = HostPool(HOST_PAGES, LAYOUT.page_bytes, pin=False)
-    tree.host = HostTier(host.ledger, tree.policy)
-    build_tiers(residency, host, CpuCopier(arena, host), unreadable)
-    return residency
-
-
-def unreadable(path: Path) -> Packed:
-    raise FileNotFoundError(f"{path} is no folder in these tests")
-
-
-def promote(residency: Residency, adapter_id: str) -> bool:
-    """Bring an adapter's bytes to the device, as the tiers do."""
-    node = residency.node(adapter_id)
-    assert node is not None
-    tiers = residency.offer.__self__  # type: ignore[attr-defined]
-    tiers.images.store.wait()
-    if node.state is State.ABSENT:
-        if residency.tree.load(node) is None:
-            return False
-        tiers.transfers.load(node)
-    tiers.step([])  # for pinned ones, whose pages wait for their bytes
-    tiers.transfers.poll()
-    return node.state is State.RESIDENT
 
 
 def loaded_bytes(residency: Residency) -> int:
@@ -346,4 +297,38 @@ def test_no_room_for_a_pin_now() -> None:
     assert residency.tree.ledger.take(residency.tree.ledger.total, Owner.KV_RUNNING)
     assert not residency.pin_adapter("id-1")
     assert (residency.pins.ids(), known.node.state) == ([], State.ABSENT)
+    check(residency)
+
+
+def test_a_pin_can_be_given_back_without_a_load() -> None:
+    residency = make()
+    residency.add("id-1", "one", adapter(1))
+    assert residency.pin_adapter("id-1")
+    assert promote(residency, "id-1")
+    assert residency.unpin_adapter("id-1")
+    assert not residency.unpin_adapter("id-1")
+    node = residency.node("id-1")
+    assert node is not None
+    assert (node.lock, node.state, node.loads) == (0, State.RESIDENT, 1)
+    check(residency)
+    assert residency.pin_adapter("id-1")
+    assert node.loads == 1
+    check(residency)
+
+
+def test_of_several_names_the_highest_priority_counts() -> None:
+    residency = make()
+    first = residency.add("id-1", "one", adapter(1))
+    second = residency.add("id-2", "again", adapter(1))
+    assert first.node is second.node
+    residency.prioritize("id-1", -2)
+    assert first.node.priority == 0, "the other name has none"
+    residency.prioritize("id-2", 3)
+    assert first.node.priority == 3
+    residency.retire("id-2")
+    assert first.node.priority == -2
+    residency.remove("id-2")
+    residency.prioritize("id-1", 1)
+    residency.remove("id-1")
+    assert first.node.priority == 0
     check(residency)
