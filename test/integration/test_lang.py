@@ -316,3 +316,14 @@ def test_a_backend_that_asks_for_no_adapter_is_refused(server: Server) -> None:
     assert answer.run(text(4, 12), backend=stock, **GREEDY)["answer"] == plain(
         server, None, text(4, 12)
     )
+
+
+def test_the_program_of_the_documentation_runs_as_written(server: Server) -> None:
+    page = (Path(__file__).parents[2] / "docs/lang.md").read_text()
+    program = page.partition("```python\n")[2].partition("```")[0]
+    assert "http://127.0.0.1:30000" in program
+    before = {name: server.adapter(name)["hits"] for name in (LEGAL, SALES)}
+    # A program's source is not looked at, so it need not be in a file.
+    exec(program.replace("http://127.0.0.1:30000", server.url), {})
+    for name in (LEGAL, SALES):
+        assert server.adapter(name)["hits"] >= before[name] + 4

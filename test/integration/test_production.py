@@ -19,7 +19,7 @@ OK, UNAVAILABLE = httpx.codes.OK, httpx.codes.SERVICE_UNAVAILABLE
 ADMIN = {"Authorization": "Bearer admin"}
 PROMPT = tiny_model.prompt(40, seed=1)
 FLAGS = ("--page-size", "16", "--max-total-tokens", "16384", "--admin-api-key", "admin")
-STOP_SECONDS = 60.0
+STOP_SECONDS = 100.0
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def server(
     base_model: Path, two: dict[str, Path], log: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     flags = (*FLAGS, "--graft-warm", "all", "--graft-request-log", str(log))
+    flags += ("--graft-drain-seconds", "200")
     folder = tmp_path_factory.mktemp("production")
     with serve(base_model, folder, *flags, adapters=two, env=STRICT) as started:
         wait_until(lambda: started.get("/health/ready").status_code == OK)
@@ -93,7 +94,8 @@ def test_a_finished_request_has_one_line(server: Server, log: Path, stream: bool
     assert ask(server, "/generate", body, request_id).status_code == OK
     found = line(log, request_id)
     assert found["identity"] == rows(server)["legal"]["identity"]
-    assert 0 < found["ttft_s"] < found["total_s"] < time.time() - before
+    assert 0 < found["total_s"] < time.time() - before
+    assert 0 < found["ttft_s"] < found["total_s"] if stream else found["ttft_s"] is None
     wanted = {"adapter": "legal", "stream": stream, "finish": "length", "status": 200}
     wanted |= {"prompt_tokens": len(PROMPT), "completion_tokens": 7, "error": None}
     assert wanted.items() <= found.items()
@@ -166,7 +168,7 @@ def test_a_drain_asks_for_the_admin_key(server: Server) -> None:
 
 def test_sigterm_loses_no_request(server: Server, log: Path) -> None:
     assert server.process is not None
-    request = Request("legal", PROMPT, 600)
+    request = Request("legal", PROMPT, 200)
     streams = [Stream(server, request, rid=f"last-{i}").started() for i in range(3)]
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: server.get("/health/ready").status_code == UNAVAILABLE)
@@ -177,19 +179,19 @@ def test_sigterm_loses_no_request(server: Server, log: Path) -> None:
     assert server.get("/v1/models").status_code == OK
     assert any(stream.is_running() for stream in streams), "nothing was under way"
     answers = [stream.result()["output_ids"] for stream in streams]
-    assert [len(tokens) for tokens in answers] == [600] * 3
+    assert [len(tokens) for tokens in answers] == [200] * 3
     assert server.process.wait(STOP_SECONDS) == 0, tail(server.log)
     assert {line(log, f"last-{i}")["finish"] for i in range(3)} == {"length"}
 
 
 def test_a_drain_is_bounded(base_model: Path, two: dict[str, Path], tmp_path: Path) -> None:
-    flags = (*FLAGS, "--graft-drain-seconds", "3", "--graft-drain-notice-seconds", "2")
+    flags = (*FLAGS, "--graft-drain-seconds", "10", "--graft-drain-notice-seconds", "9")
     with serve(base_model, tmp_path, *flags, adapters=two, env=STRICT) as server:
         assert server.process is not None
         stream = Stream(server, Request("legal", PROMPT, 2000)).started()
         drained = admin(server, "POST", "/graft/drain")
         assert drained.status_code == httpx.codes.ACCEPTED
-        assert drained.json() == {"draining": True, "requests": 1, "seconds": 3.0}
+        assert drained.json() == {"draining": True, "requests": 1, "seconds": 10.0}
         assert server.get("/health/ready").status_code == UNAVAILABLE
         late = server.ask(Request("sales", PROMPT, 1))
         assert len(late["output_ids"]) == 1, "requests are still taken during the notice"

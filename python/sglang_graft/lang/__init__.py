@@ -11,7 +11,7 @@
         with lang.adapter("legal"):
             s += sgl.assistant(sgl.gen("opinion"))
         s += sgl.user("Put it simply.")
-        s += sgl.assistant(lang.adapter("plain")(sgl.gen("summary")))
+        s += sgl.assistant(lang.adapter("sales")(sgl.gen("summary")))
 
     review.run(text="...")
     review.run_batch([{"text": "..."}], adapter="legal")

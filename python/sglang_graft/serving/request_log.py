@@ -107,8 +107,10 @@ async def flush(manager: Any) -> None:
 
 def _line(manager: Any, rid: str, state: Any, *, finish: str, tokens: Tokens) -> dict[str, Any]:
     times, now = state.time_stats, time.perf_counter()
-    first = times.first_token_time or (now if tokens[2] else 0.0)
     prompt, cached, completion = tokens
+    stream = bool(getattr(state.obj, "stream", False))
+    # Without a stream, tokens come here in lots, and the first lot is late.
+    first = (times.first_token_time or now) if stream and completion else None
     return {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "event": "request",
@@ -117,11 +119,11 @@ def _line(manager: Any, rid: str, state: Any, *, finish: str, tokens: Tokens) ->
         "parent": manager.child_rid_to_logical_rid.get(rid),
         "adapter": state.obj.lora_path,
         "identity": None,
-        "stream": bool(getattr(state.obj, "stream", False)),
+        "stream": stream,
         "prompt_tokens": prompt,
         "cached_tokens": cached,
         "completion_tokens": completion,
-        "ttft_s": round(first - times.created_time, 6) if first else None,
+        "ttft_s": None if first is None else round(first - times.created_time, 6),
         "total_s": round(now - times.created_time, 6),
         "finish": finish,
         "status": 200,

@@ -39,9 +39,11 @@ class Manager:
     def _logical_rids(self, obj: Any) -> list[str]:
         return [obj.rid]
 
-    def add(self, rid: str, adapter: str | None = None, first: float = 0.5) -> Any:
+    def add(
+        self, rid: str, adapter: str | None = None, *, first: float = 0.5, stream: bool = True
+    ) -> Any:
         obj = SimpleNamespace(rid=rid, lora_path=adapter, lora_id=adapter and f"id-{adapter}")
-        obj.text, obj.stream = "a secret prompt", False
+        obj.text, obj.stream = "a secret prompt", stream
         times = SimpleNamespace(created_time=0.25, first_token_time=first)
         state = SimpleNamespace(obj=obj, time_stats=times, lifecycle_id=rid, output_ids=[1, 2])
         self.rid_to_state[rid] = state
@@ -88,7 +90,7 @@ def test_a_finished_request(log: Path) -> None:
         "parent": None,
         "adapter": None,
         "identity": None,
-        "stream": False,
+        "stream": True,
         "prompt_tokens": 10,
         "cached_tokens": 8,
         "completion_tokens": 3,
@@ -102,8 +104,11 @@ def test_the_first_tokens_may_be_the_last(log: Path) -> None:
     manager = Manager(log)
     manager.add("r", first=0.0)
     request_log.finished(manager, batch(["r"], [{"type": "length"}]))
-    (line,) = lines(log)
-    assert line["ttft_s"] == line["total_s"]
+    manager.add("whole", stream=False)
+    request_log.finished(manager, batch(["whole"], [{"type": "length"}]))
+    streamed, whole = lines(log)
+    assert streamed["ttft_s"] == streamed["total_s"]
+    assert whole["ttft_s"] is None
 
 
 def test_identities_are_asked_for_once(log: Path) -> None:
