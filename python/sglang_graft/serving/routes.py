@@ -77,6 +77,7 @@ def add_routes(
         chat_templates,
         client_routes,
         listing,
+        tokenized_checks,
         vllm_routes,
     )
     from sglang_graft.serving.guard import ModelGuard
@@ -89,6 +90,7 @@ def add_routes(
         if templates is not None:
             tokenizer_manager.lora_registry.templates[ref.lora_id] = templates
     names.serve_over_http()
+    tokenized_checks.serve_over_http()
     replace_route(http_server.app)
     client_routes.replace_routes(http_server.app)
     http_server.app.include_router(router)
