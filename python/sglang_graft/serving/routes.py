@@ -96,6 +96,7 @@ def add_routes(
         client_routes,
         listing,
         production_routes,
+        tokenized_checks,
     )
     from sglang_graft.serving.guard import ModelGuard
 
@@ -107,6 +108,7 @@ def add_routes(
         if templates is not None:
             tokenizer_manager.lora_registry.templates[ref.lora_id] = templates
     names.serve_over_http()
+    tokenized_checks.serve_over_http()
     replace_route(http_server.app)
     client_routes.replace_routes(http_server.app)
     for ours in ROUTERS:

@@ -28,6 +28,15 @@ BODY_ERRORS = (
     re.error,
 )
 
+_over_http: list[bool] = []
+
+
+def serve_over_http() -> None:
+    """From now on fields have JSON's types; those of a program may be numpy's, or sets."""
+    if not _over_http:
+        _over_http.append(True)
+
+
 # Set by SGLang from the others; a client that sets them gets past its checks.
 _INTERNAL = {"stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len"}
 _INTERNAL |= {"is_normalized"}
@@ -55,8 +64,8 @@ _REQUEST = msgspec.defstruct("RequestInput", _optional_fields(TokenizedGenerateR
 
 def create(original: Callable[..., Any], self: Any, obj: Any, *args: Any, **more: Any) -> Any:
     """AROUND `_create_tokenized_object`. ValueError for what the scheduler could not take."""
-    given = obj.sampling_params
-    check_fields("sampling_params", given, _SAMPLING)
+    if _over_http:
+        check_fields("sampling_params", obj.sampling_params, _SAMPLING)
     if obj.positional_embed_overrides is not None and not isinstance(
         obj.positional_embed_overrides, PositionalEmbeds
     ):
@@ -67,7 +76,7 @@ def create(original: Callable[..., Any], self: Any, obj: Any, *args: Any, **more
         raise ValueError(f"{type(error).__name__}: {error}") from error
     vocabulary = self.model_config.vocab_size
     check_ranges(made.sampling_params, vocabulary)
-    if isinstance(made, TokenizedGenerateReqInput):
+    if isinstance(made, TokenizedGenerateReqInput) and _over_http:
         _check_request(made, vocabulary)
     return made
 
