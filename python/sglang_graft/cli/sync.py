@@ -118,8 +118,11 @@ def _say_nothing(_: str) -> None:
 def _show(plan: Plan) -> None:
     for step in plan.steps:
         typer.echo(f"plan: {step}")
-        for row in getattr(step, "forecast", {}).get("leaves", []):
+        forecast = getattr(step, "forecast", {})
+        for row in forecast.get("leaves", []):
             typer.echo(f"plan:   on the device it would take the room of {row['adapters'][0]}")
+        if forecast.get("reason"):
+            typer.echo(f"plan:   it does not fit there now: {forecast['reason']}")
     if not plan.steps and not plan.refusals:
         typer.echo("nothing to do")
 

@@ -43,9 +43,11 @@ def apply(client: ControlClient, plan: Plan, tell: Callable[[str], None]) -> Out
             _take(client, step)
             outcome.done.append(str(step))
     except (ServerError, KeyboardInterrupt) as error:
-        outcome.error = f"{step}: {error or 'interrupted'}"
+        outcome.error = f"{step}: {str(error) or 'interrupted'}"
         tell(f"failed: {outcome.error}")
         _restore(client, plan, outcome, tell)
+        if isinstance(error, KeyboardInterrupt):
+            raise
     return outcome
 
 

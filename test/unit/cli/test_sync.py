@@ -213,3 +213,17 @@ def test_a_watch_runs_when_the_file_changes(tmp_path: Path, monkeypatch: Any) ->
             sync._follow(client, file, options, 0.1, code)
     assert looks == [1, 1, 2, 2]
     assert server.calls == ["POST /graft/adapters"] * 2, "an unchanged file is left alone"
+
+
+def test_an_interrupted_sync_is_taken_back_too() -> None:
+    server = ControlServer()
+
+    def tell(line: str) -> None:
+        if line.startswith("switch"):
+            raise KeyboardInterrupt
+
+    with server.client() as client:
+        plan = make_plan(client, WANTED)
+        with pytest.raises(KeyboardInterrupt):
+            apply(client, plan, tell)
+    assert server.state() == ({}, {})

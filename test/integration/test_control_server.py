@@ -218,6 +218,7 @@ def test_pin_and_unpin_without_a_load(server: Server, folders: dict[str, Path]) 
     assert row(server, "a")["pinned"]
     assert row(server, "a")["state"] == "device"
     # Pinned ones leave room for the largest other adapter, so not all of them can be.
+    load(server, "g", folders["v6"])
     codes = [
         answer(server, "PATCH", f"/graft/adapters/{name}", {"pinned": True}).status_code
         for name in "bcdef"
@@ -559,7 +560,7 @@ def test_a_failure_takes_everything_back(
     ):
         adapters: dict[str, Any] = {"one": unpinned, "new": good, "bad": bad}
         if bad.get("pinned"):
-            adapters |= {f"pin{n}": bad | {"path": str(folders[f"v{n}"])} for n in range(4, 8)}
+            adapters |= {f"pin{n}": bad | {"path": str(folders[f"v{n}"])} for n in range(8)}
         file = write(tmp_path / "a.yaml", adapters=adapters, aliases={"line": "new"})
         result = graft(server, "sync", str(file))
         assert result.exit_code == 1, result.output
@@ -628,7 +629,7 @@ def test_watch_follows_the_file(server: Server, folders: dict[str, Path], tmp_pa
     try:
         wait_until(lambda: send(server, "GET", "/graft/aliases") == {"line": "one"})
         file.write_text("aliases: [")
-        wait_until(lambda: b"line 1" in (tmp_path / "log").read_bytes())
+        wait_until(lambda: b"a.yaml, line" in (tmp_path / "log").read_bytes())
         assert process.poll() is None, "a wrong file does not end the watch"
         write(file, adapters=adapters, aliases={"line": "two"})
         wait_until(lambda: send(server, "GET", "/graft/aliases") == {"line": "two"})
@@ -637,3 +638,29 @@ def test_watch_follows_the_file(server: Server, folders: dict[str, Path], tmp_pa
         process.wait(20)
         log.close()
     assert b"Traceback" not in (tmp_path / "log").read_bytes()
+
+
+def test_the_lines_of_the_documents_run_as_written(
+    server: Server, folders: dict[str, Path], root: Path, tmp_path: Path
+) -> None:
+    text = (Path(__file__).parents[2] / "docs/control.md").read_text()
+    blocks = [part.split("\n", 1) for part in text.split("```")[1::2]]
+    (file,) = [body for language, body in blocks if language == "yaml"]
+    # Below the root, but hidden from it: these folders are loaded by their paths alone.
+    here = root / ".documents"
+    for name, version in (("legal-v2", "v0"), ("legal-v3", "v1"), ("sales", "v2")):
+        adapter_root.put(here / name, folders[version])
+    (here / "adapters.yaml").write_text(file)
+    command = tmp_path / "graft"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m sglang_graft.cli.app "$@"\n')
+    command.chmod(0o755)
+    env = environment({"GRAFT_URL": server.url, "GRAFT_ADMIN_KEY": KEY, "ADAPTERS": str(here)})
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    lines = "".join(body for language, body in blocks if language == "bash")
+    result = subprocess.run(
+        ["bash", "-euxc", lines], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.endswith("nothing to do\n")
+    assert send(server, "GET", "/graft/aliases") == {"legal": "legal-v3"}
+    assert row(server, "legal-v3")["pinned"]
