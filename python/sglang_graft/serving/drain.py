@@ -12,12 +12,14 @@ scheduler is told to end, and the HTTP server ends as after Ctrl-C: exit code 0.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import psutil
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.managers.tokenizer_manager import ServerStatus
@@ -65,7 +67,8 @@ class Drain:
     def refuses(self) -> bool:
         """Whether new requests get 503. SGLang's own first request never does: it would end the
         server with an error."""
-        return self._notice_is_over and self.manager.server_status != ServerStatus.Starting
+        over = self._notice_is_over or (self.has_begun and not self.notice_seconds)
+        return over and self.manager.server_status != ServerStatus.Starting
 
     def under_way(self) -> int:
         """Requests that have not ended, also those without a connection."""
@@ -99,9 +102,7 @@ class Drain:
             self.manager._subprocess_watchdog.stop()  # it would take what follows for a crash
         self.manager._dispatch_to_scheduler(ShutdownReq())
         loop = asyncio.get_running_loop()
-        await self._until(
-            lambda: not collect_scheduler_processes(), loop.time() + SCHEDULER_SECONDS
-        )
+        await self._until(lambda: not _schedulers(), loop.time() + SCHEDULER_SECONDS)
         logger.info("Drained: the server ends")
         loop.call_later(CLOSE_SECONDS, _end_now)
         os.kill(os.getpid(), signal.SIGINT)
@@ -116,6 +117,15 @@ class Drain:
             if self._is_dead():
                 return
             await asyncio.sleep(POLL_SECONDS)
+
+
+def _schedulers() -> int:
+    """Scheduler processes that run; one that has ended stays in the list until we end."""
+    running = 0
+    for process in collect_scheduler_processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            running += process.status() != psutil.STATUS_ZOMBIE
+    return running
 
 
 def _end_now() -> None:

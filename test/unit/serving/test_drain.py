@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from fastapi import FastAPI, WebSocket
 from sglang.srt.managers.io_struct import ShutdownReq
@@ -80,6 +81,7 @@ def test_requests_under_way_are_waited_for(manager: Manager) -> None:
         setattr(manager, ATTRIBUTE, made)
         made.requests, manager.rid_to_state["r"] = 1, None
         made.begin()
+        assert made.refuses, "at once, where there is no notice"
         task = asyncio.create_task(drain.watch(nothing, manager))
         await asyncio.sleep(0.12)
         del manager.rid_to_state["r"]  # the last token is there, but has not been sent
@@ -185,6 +187,18 @@ def test_the_gate_refuses_with_a_reason(gated: tuple[TestClient, Drain]) -> None
         assert client.post(path).status_code == httpx.codes.OK
     with pytest.raises(WebSocketDisconnect), client.websocket_connect("/v1/realtime"):
         pass
+
+
+def test_a_scheduler_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> str:
+        raise psutil.NoSuchProcess(1)
+
+    running, zombie = lambda: psutil.STATUS_RUNNING, lambda: psutil.STATUS_ZOMBIE
+    found = [SimpleNamespace(status=status) for status in (running, zombie, gone)]
+    monkeypatch.setattr(drain, "collect_scheduler_processes", lambda: found)
+    assert drain._schedulers() == 1
+    del found[0]
+    assert drain._schedulers() == 0
 
 
 def test_a_request_that_fails_is_no_longer_under_way() -> None:
