@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from sglang_graft.bench.units import Load, Results
+from sglang_graft.bench.warm import BURST
 from sglang_graft.cache import Rates, policy_names
 from sglang_graft.config import GraftConfig
 from sglang_graft.sim.capacity import Model, predict
 from sglang_graft.sim.compare import Options
 from sglang_graft.sim.sizes import Sizes
+from sglang_graft.sim.workloads import Workload
 
 _NOT_READ = 1e15
 """Bytes a second of a disk that nobody reads: registering put every adapter into host memory."""
@@ -40,7 +42,7 @@ def _is_modelled(result: dict[str, Any]) -> bool:
 def _row(result: dict[str, Any], h2d_bytes_per_s: float) -> dict[str, Any]:
     unit, figures = result["unit"], result["figures"]
     workload = Load(**unit["load"]).workload()
-    guess = predict(workload, unit["budget_gb"], model_of(result, h2d_bytes_per_s))
+    guess = predict(workload, unit["budget_gb"], model_of(result, workload, h2d_bytes_per_s))
     measured = {key: 1e-3 * figures["ttft_ms"][key] for key in ("mean", "p50", "p99")}
     return {
         "unit": unit["key"],
@@ -54,8 +56,8 @@ def _row(result: dict[str, Any], h2d_bytes_per_s: float) -> dict[str, Any]:
     }
 
 
-def model_of(result: dict[str, Any], h2d_bytes_per_s: float) -> Model:
-    """The replay's model of one unit's server."""
+def model_of(result: dict[str, Any], workload: Workload, h2d_bytes_per_s: float) -> Model:
+    """The replay's model of one unit's server under its workload."""
     flags, warm = result["unit"]["peer"]["flags"], result["warm"]
     sizes = Sizes(**result["sizes"])
     policy = next((flag for flag in flags if flag in policy_names()), GraftConfig().policy)
@@ -73,9 +75,28 @@ def model_of(result: dict[str, Any], h2d_bytes_per_s: float) -> Model:
         prefetch="--graft-no-prefetch" not in flags,
         sizes=sizes,
         rates=rates,
-        decode_s_per_token=warm["decode_s_per_token_burst"],
+        decode_s_per_token=decode_seconds(
+            warm["decode_s_per_token_alone"], warm["decode_s_per_token_burst"], workload
+        ),
     )
     return Model(options=options, policy=policy, overhead_s=warm["overhead_s"])
+
+
+def decode_seconds(alone: float, burst: float, workload: Workload) -> float:
+    """Seconds a token of a request that decodes beside as many others as there are on average.
+
+    A step is taken to grow evenly from `alone` to `burst`, as measured for one and for BURST
+    requests. By Little's law there are rate * tokens * seconds a token of them, so the seconds
+    follow; they are at most those of the burst.
+    """
+    ready: list[float] = []
+    for request in workload.requests:
+        after = request.arrival_s if request.previous is None else ready[request.previous]
+        ready.append(after + request.think_s)
+    tokens = sum(request.output.length for request in workload.requests)
+    each = max(burst - alone, 0.0) / (BURST - 1)
+    crowd = each * tokens / max(ready) if max(ready) > 0 else 1.0
+    return min(alone / (1 - crowd), burst) if crowd < 1 else max(burst, alone)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:

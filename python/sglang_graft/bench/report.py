@@ -36,10 +36,9 @@ not on the device, mean over samples. `used`: share of the budget that held some
 stock with {slots} slots; `of base`: where only the base model is asked, over that of a server
 without LoRA. Several repeats: median (20 % and 80 % quantile over them)."""
 _LIMITS = """\
-A row shows one run each, in which sides follow one another; unless repeats are given, differences
-of a few per cent are within what two runs of one side differ by. A lower bound of TTFT is marked
-with ≥: requests without any token count with the time that they had waited. The model's weights are
-random, so lengths are fixed and no text is judged."""
+Each row is one run, and sides follow one another; without repeats the tables do not say how much
+two runs of one side differ. A lower bound of TTFT is marked with ≥: requests without any token
+count with the time that they had waited. Lengths are fixed (`ignore_eos`), and no text is judged."""
 
 
 def report(folder: Path, plots: Sequence[str] = ()) -> str:

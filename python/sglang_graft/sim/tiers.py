@@ -154,12 +154,16 @@ class ThreeTiers:
         raise AssertionError(f"request {key} does not start after {_PASSES} passes")
 
     def step(self, pages: int) -> None:
-        """See Tiers. A server makes many passes for each request, so they go on to the end."""
+        """See Tiers. A server makes many passes for each request, so they go on to the end.
+
+        The end is at the latest when all that is about to leave was copied once: where the host
+        has no room for it, copies displace each other without end.
+        """
         self._due += pages
         if self._due >= self._ahead // _PASSES_AHEAD:
             self._due = 0
-            before = -1
-            while before < self.moved.stored:
+            before, most = -1, self.moved.stored + self._ahead
+            while before < self.moved.stored <= most:
                 before = self.moved.stored
                 self._write_back.run()
 
