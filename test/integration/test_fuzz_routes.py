@@ -86,7 +86,6 @@ EXCLUDED = {
     "/update_weights_from_ipc": _PEER,
     "/update_weights_from_tensor": _WEIGHTS,
     "/update_weights_from_disk": _WEIGHTS,
-    "/release_memory_occupation": "takes the memory of the pool away",
     "/slow_down": "makes every later pass of the scheduler sleep",
     "/start_profile": _FILES,
     "/configure_logging": _FILES,

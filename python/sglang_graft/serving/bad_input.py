@@ -113,6 +113,12 @@ def refuse_record(self: Any) -> None:
         raise ValueError("the server runs without --expert-distribution-recorder-mode")
 
 
+def refuse_memory(self: Any, obj: Any, request: Any = None) -> None:
+    """BEFORE releasing or resuming memory, which ends a scheduler that has released none."""
+    if not self.server_args.enable_memory_saver:
+        raise ValueError("the server runs without --enable-memory-saver")
+
+
 class BodyErrors:
     """ASGI middleware: 400 for the errors of `BODY_ERRORS_OF`."""
 
@@ -175,6 +181,16 @@ HOOKS = (
             reason="a call that the scheduler cannot serve does not end it",
         )
         for path in _EXPERT_ROUTES
+    ),
+    *(
+        Hook(
+            target=f"{_CONTROL}.{name}_memory_occupation",
+            kind="before",
+            function=refuse_memory,
+            parameters=("self", "obj", "request"),
+            reason="a call that the scheduler cannot serve does not end it",
+        )
+        for name in ("release", "resume")
     ),
     Hook(
         target=f"{_OPENAI}serving_tokenize.OpenAIServingDetokenize._convert_to_internal_request",
