@@ -114,9 +114,8 @@ def refuse_record(self: Any) -> None:
 
 
 def refuse_memory(self: Any, obj: Any, request: Any = None) -> None:
-    """BEFORE releasing or resuming memory, which ends a scheduler that has released none."""
-    if not self.server_args.enable_memory_saver:
-        raise ValueError("the server runs without --enable-memory-saver")
+    """BEFORE releasing or resuming memory: the second ends a scheduler that has released none."""
+    raise ValueError("memory is neither released nor resumed: the pool holds adapters and KV")
 
 
 class BodyErrors:

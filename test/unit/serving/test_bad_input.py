@@ -94,12 +94,9 @@ def test_expert_records_need_a_recorder() -> None:
     bad_input.refuse_record(manager)
 
 
-def test_memory_is_released_only_with_a_memory_saver() -> None:
-    manager = SimpleNamespace(server_args=SimpleNamespace(enable_memory_saver=False))
-    with pytest.raises(ValueError, match="--enable-memory-saver"):
-        bad_input.refuse_memory(manager, None)
-    manager.server_args.enable_memory_saver = True
-    bad_input.refuse_memory(manager, None)
+def test_memory_is_never_released() -> None:
+    with pytest.raises(ValueError, match="neither released nor resumed"):
+        bad_input.refuse_memory(None, None)
 
 
 @pytest.mark.parametrize("rid", [["a"], [], 3])
