@@ -49,6 +49,9 @@ BODY_ERRORS_OF: dict[str, Errors] = {
     OLLAMA_CHAT: (ValueError, jinja2.TemplateError),
     OLLAMA_GENERATE: (ValueError,),
     **dict.fromkeys(_EXPERT_ROUTES, (ValueError,)),
+    # The scheduler's own words, when it is or is not profiling already.
+    "/start_profile": (RuntimeError,),
+    "/stop_profile": (RuntimeError,),
 }
 
 
