@@ -392,12 +392,19 @@ def test_a_template_that_changes_in_its_folder_is_followed(
     server: Server, folders: Path, adapters: dict[str, Path]
 ) -> None:
     assert chat_prompt(server, "ondemand") == 2 * len(PROMPT)
+
+    def follows(times: int) -> None:
+        body = {"model": "ondemand", "messages": [{"role": "user", "content": TEXT}]}
+        wanted = times * len(PROMPT)
+        wait_until(lambda: server.post("/v1/tokenize", body).json().get("count") == wanted)
+        assert chat_prompt(server, "ondemand") == wanted
+
     with_template(folders / "ondemand", THRICE)
-    wait_until(lambda: chat_prompt(server, "ondemand") == 3 * len(PROMPT))
+    follows(3)
     put(folders / "ondemand", adapters["bf16"])
-    wait_until(lambda: chat_prompt(server, "ondemand") == len(PROMPT))
+    follows(1)
     with_template(folders / "ondemand", TWICE)
-    wait_until(lambda: chat_prompt(server, "ondemand") == 2 * len(PROMPT))
+    follows(2)
 
 
 BROKEN = {

@@ -86,7 +86,6 @@ EXCLUDED = {
     "/update_weights_from_ipc": _PEER,
     "/update_weights_from_tensor": _WEIGHTS,
     "/update_weights_from_disk": _WEIGHTS,
-    "/release_memory_occupation": "takes the memory of the pool away",
     "/slow_down": "makes every later pass of the scheduler sleep",
     "/start_profile": _FILES,
     "/configure_logging": _FILES,
@@ -125,7 +124,8 @@ def server(
 ) -> Iterator[Server]:
     given = {"a": adapters["all-r16"]}
     folder = tmp_path_factory.mktemp("server")
-    with serve(base_model, folder, *FLAGS, adapters=given, env=STRICT) as running:
+    logged = "Error getting weights by name"
+    with serve(base_model, folder, *FLAGS, adapters=given, env=STRICT, may_fail=logged) as running:
         yield running
 
 

@@ -49,6 +49,9 @@ BODY_ERRORS_OF: dict[str, Errors] = {
     OLLAMA_CHAT: (ValueError, jinja2.TemplateError),
     OLLAMA_GENERATE: (ValueError,),
     **dict.fromkeys(_EXPERT_ROUTES, (ValueError,)),
+    # The scheduler's own words, when it is or is not profiling already.
+    "/start_profile": (RuntimeError,),
+    "/stop_profile": (RuntimeError,),
 }
 
 
@@ -113,6 +116,11 @@ def refuse_record(self: Any) -> None:
         raise ValueError("the server runs without --expert-distribution-recorder-mode")
 
 
+def refuse_memory(self: Any, obj: Any, request: Any = None) -> None:
+    """BEFORE releasing or resuming memory: the second ends a scheduler that has released none."""
+    raise ValueError("memory is neither released nor resumed: the pool holds adapters and KV")
+
+
 class BodyErrors:
     """ASGI middleware: 400 for the errors of `BODY_ERRORS_OF`."""
 
@@ -175,6 +183,16 @@ HOOKS = (
             reason="a call that the scheduler cannot serve does not end it",
         )
         for path in _EXPERT_ROUTES
+    ),
+    *(
+        Hook(
+            target=f"{_CONTROL}.{name}_memory_occupation",
+            kind="before",
+            function=refuse_memory,
+            parameters=("self", "obj", "request"),
+            reason="a call that the scheduler cannot serve does not end it",
+        )
+        for name in ("release", "resume")
     ),
     Hook(
         target=f"{_OPENAI}serving_tokenize.OpenAIServingDetokenize._convert_to_internal_request",

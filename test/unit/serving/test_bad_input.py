@@ -51,13 +51,20 @@ def answer(path: str, error: Exception) -> Any:
     return TestClient(app, raise_server_exceptions=False).post(path)
 
 
-@pytest.mark.parametrize("path", BODY_ERRORS_OF)
+@pytest.mark.parametrize(
+    "path", [path for path, errors in BODY_ERRORS_OF.items() if ValueError in errors]
+)
 def test_what_handlers_let_through_of_their_bodies_is_400(path: str) -> None:
     response = answer(path, ValueError("no such parser"))
     assert response.status_code == 400
     assert response.json()["error"]["message"] == "no such parser"
     assert answer(path, ValueError()).json()["error"]["message"] == "ValueError"
     assert answer(path, RuntimeError("broken")).status_code == 500
+
+
+def test_a_profile_that_is_not_running_cannot_be_stopped() -> None:
+    assert answer("/stop_profile", RuntimeError("not in progress")).status_code == 400
+    assert answer("/stop_profile", ValueError("broken")).status_code == 500
 
 
 def test_other_handlers_are_left_alone() -> None:
@@ -92,6 +99,11 @@ def test_expert_records_need_a_recorder() -> None:
         bad_input.refuse_record(manager)
     manager.server_args.expert_distribution_recorder_mode = "stat"
     bad_input.refuse_record(manager)
+
+
+def test_memory_is_never_released() -> None:
+    with pytest.raises(ValueError, match="neither released nor resumed"):
+        bad_input.refuse_memory(None, None)
 
 
 @pytest.mark.parametrize("rid", [["a"], [], 3])
