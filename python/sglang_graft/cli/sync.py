@@ -5,6 +5,7 @@ is wrong; 3 nobody answers; 4 failed, and not all of what was before could be pu
 """
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -63,10 +64,8 @@ def sync(  # noqa: PLR0913 (typer: an option is a parameter)
     """
     options = Options(dry_run, prune, reread, as_json)
     with ControlClient(url, key, api_key=api_key) as client:
-        if watch:
-            code = _watch(client, file, options, interval)
-        else:
-            code = run(client, file, options)
+        start = functools.partial(_watch, interval=interval) if watch else run
+        code = start(client, file, options)
     raise typer.Exit(code)
 
 
