@@ -635,7 +635,7 @@ def test_watch_follows_the_file(server: Server, folders: dict[str, Path], tmp_pa
         wait_until(lambda: send(server, "GET", "/graft/aliases") == {"line": "two"})
     finally:
         process.terminate()
-        process.wait(20)
+        assert process.wait(60) == 0
         log.close()
     assert b"Traceback" not in (tmp_path / "log").read_bytes()
 

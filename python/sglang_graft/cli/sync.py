@@ -5,11 +5,13 @@ is wrong; 3 nobody answers; 4 failed, and not all of what was before could be pu
 """
 
 import dataclasses
+import functools
 import json
 import os
+import signal
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -62,9 +64,8 @@ def sync(  # noqa: PLR0913 (typer: an option is a parameter)
     """
     options = Options(dry_run, prune, reread, as_json)
     with ControlClient(url, key, api_key=api_key) as client:
-        code = run(client, file, options)
-        if watch:
-            _follow(client, file, options, interval, code)
+        start = functools.partial(_watch, interval=interval) if watch else run
+        code = start(client, file, options)
     raise typer.Exit(code)
 
 
@@ -90,10 +91,19 @@ def run(client: ControlClient, file: Path, options: Options) -> int:
     return _end(plan, outcome, code, options)
 
 
+def _watch(client: ControlClient, file: Path, options: Options, interval: float) -> int:
+    """Until somebody ends the command, as a service manager does; half a run is taken back then."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        _follow(client, file, options, interval, run(client, file, options))
+    except KeyboardInterrupt:
+        return DONE
+
+
 def _follow(
     client: ControlClient, file: Path, options: Options, interval: float, code: int
-) -> None:
-    """Until somebody ends the command. While nobody answers, try again."""
+) -> NoReturn:
+    """Run again after each change of the file, and while nobody answers."""
     seen = _signature(file)
     while True:
         time.sleep(interval)
