@@ -38,7 +38,7 @@ without LoRA. Several repeats: median (20 % and 80 % quantile over them)."""
 _LIMITS = """\
 Each row is one run, and sides follow one another; without repeats the tables do not say how much
 two runs of one side differ. A lower bound of TTFT is marked with ≥: requests without any token
-count with the time that they had waited. Lengths are fixed (`ignore_eos`), and no text is judged."""
+count with the time that they had waited. Lengths are fixed, and no text is judged."""
 
 
 def report(folder: Path, plots: Sequence[str] = ()) -> str:
