@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import VertexGenerateReqInput
 
-from sglang_graft.serving import bad_input, chat_templates, names, tenants
+from sglang_graft.serving import bad_input, chat_templates, names, request_metrics, tenants
 from sglang_graft.serving.adapter_store import base_names, on_demand
 from sglang_graft.serving.aliases import aliases
 from sglang_graft.serving.choice import ConflictError, Named, agreed, names_of, only
@@ -60,6 +60,7 @@ async def select(
         if name not in loaded and not await folders.exists(name):
             asked = model if name == adapter and model else name
             message = names.unknown(asked, loaded, manager.served_model_name)
+            request_metrics.counts().turned_away()
             raise HTTPException(HTTPStatus.NOT_FOUND, message)
     return chosen
 

@@ -54,6 +54,11 @@ class RequestCounts:
         """A request that named no adapter that exists has ended."""
         self.requests[UNKNOWN] = self.requests.get(UNKNOWN, 0) + 1
 
+    def turned_away(self) -> None:
+        """A request named no adapter that exists, and was answered before it became one."""
+        self.ended_unknown()
+        self.failed(UNKNOWN, "not_found")
+
     def failed(self, label: str, reason: str) -> None:
         """A request ended without its answer."""
         self.errors[label, reason] = self.errors.get((label, reason), 0) + 1
