@@ -89,6 +89,7 @@ EXCLUDED = {
     "/slow_down": "makes every later pass of the scheduler sleep",
     "/start_profile": _FILES,
     "/configure_logging": _FILES,
+    "/graft/drain": "ends the server",
 }
 # Undone after each request: what would change the next one.
 UNDO = {"/pause_generation": "/continue_generation"}
