@@ -189,7 +189,7 @@ def _finish(answer: dict[str, Any], as_json: bool, word: str, name: str) -> None
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="adapters")
     for column in ("name", "state", "aliases"):
-        table.add_column(column, no_wrap=column == "name")
+        table.add_column(column, no_wrap=column in ("name", "state"))
     for column in ("MiB", "KV MiB", "hits", "idle s", "ttl s", "prio", "pin", "reqs"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
