@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from conftest import OPTIONS, asked
+from helpers_sim import OPTIONS, asked
 
 from sglang_graft.sim.capacity import Goal, Model, plan, predict, shares
 from sglang_graft.sim.workloads import AdapterSpec, Request, Size, Workload, generate
