@@ -125,10 +125,15 @@ class Adder:
         self.can_run_list: list[Any] = []
         self.used: list[Any] = []
         self.hits: list[Any] = []
+        self.observed: list[str] = []
+        self.counted: list[str] = []
         self.tree_cache = SimpleNamespace(
             residency=SimpleNamespace(is_ready=lambda i: True, count_hit=self.hits.append),
             tree=SimpleNamespace(use=self.used.append),
             tiers=SimpleNamespace(prefetch=SimpleNamespace(came_warm=lambda rid: rid == "warm")),
+            asking=lambda req: nullcontext(),
+            observed=SimpleNamespace(admitted=lambda rid, has_adapter: self.observed.append(rid)),
+            tenancy=SimpleNamespace(admitted=lambda req: self.counted.append(req.rid)),
         )
 
     def add(self, rid: str, *, retracted: bool = False, to_finish: object = None) -> None:
@@ -151,3 +156,5 @@ def test_the_policy_hears_once_of_each_admitted_request() -> None:
     adder.add("no room")
     assert adder.used == ["cold", "warm"]
     assert adder.hits == ["a"]
+    # Waiting times and tenants' pages are those of each admission.
+    assert adder.observed == adder.counted == ["cold", "warm", "again", "failed"]
