@@ -156,7 +156,7 @@ class Tenancy:
         if req is None or not self.shares.floors():
             return
         tree, share = self.cache.tree, self.share(req)
-        need = min(self._demand(req, share), tree.ledger.total)
+        need = min(self._demand(req, share, self._adapters), tree.ledger.total)
         if tree.ledger.free + self.shares.reach(share) < need:
             tree.evict(need - tree.ledger.free, incoming={share: need})
 
@@ -185,22 +185,45 @@ class Tenancy:
         if share.cap is None or req.to_finish:
             return True
         promised = self._pages.get(share, 0)
-        return promised + self._demand(req, share) <= share.cap
+        return promised + self._demand(req, share, self._adapters) <= share.cap
+
+    def startable(self, queue: list[Any]) -> list[Any]:
+        """Those of the waiting queue that fit below their caps together with those before them.
+
+        Nothing is loaded for the others: it would push out what the first ones need.
+        """
+        if all(share.cap is None for share in self.shares):
+            return queue
+        pages = dict(self._pages)
+        adapters = {share: set(found) for share, found in self._adapters.items()}
+        chosen = []
+        for req in queue:
+            share = self.share(req)
+            demand = self._demand(req, share, adapters)
+            if share.cap is not None and pages.get(share, 0) + demand > share.cap:
+                continue
+            chosen.append(req)
+            pages[share] = pages.get(share, 0) + demand
+            node = self.cache.residency.node(req.lora_id)
+            if node is not None:
+                adapters.setdefault(share, set()).add(node.serial)
+        return chosen
 
     def admitted(self, req: Any) -> None:
         """A request runs, and may take what it asked for."""
         share = self.share(req)
         if share.cap is None:
             return
-        self._pages[share] = self._pages.get(share, 0) + self._demand(req, share)
+        demand = self._demand(req, share, self._adapters)
+        self._pages[share] = self._pages.get(share, 0) + demand
         node = self.cache.residency.node(req.lora_id)
         if node is not None:
             self._adapters.setdefault(share, set()).add(node.serial)
 
-    def _demand(self, req: Any, share: Share) -> int:
-        """Pages that a request may come to hold, with its adapter if no other counts it."""
+    def _demand(self, req: Any, share: Share, adapters: Mapping[Share, set[int]]) -> int:
+        """Pages that a request may come to hold, with its adapter unless `adapters` has it."""
         node = self.cache.residency.node(req.lora_id)
-        known = node is None or node.serial in self._adapters.get(share, ())
+        known = node is None or node.serial in adapters.get(share, ())
         weights = 0 if known or node is None else node.weight_pages
         return pages_wanted(req, self.cache.page_size) + weights
 

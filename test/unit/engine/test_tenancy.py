@@ -120,6 +120,19 @@ def test_a_cap_counts_what_runs_and_each_adapter_once() -> None:
     assert tenancy.may_start(request("a"))
 
 
+def test_nothing_is_loaded_for_who_cannot_start_below_its_cap() -> None:
+    tenancy = Cache().tenancy
+    tenancy.set_limits({"a": limits(cap=19)})
+    one = request("a", adapter="x")  # 13 pages, the next with the same adapter 3
+    queue = [one, request("a", adapter="x"), request("b"), request("a", prompt=100), request("a")]
+    assert tenancy.startable(queue) == [*queue[:3], queue[4]]
+    tenancy.begin_pass([one], [])
+    assert tenancy.startable(queue[1:]) == [queue[1], queue[2], queue[4]]
+    assert all(tenancy.may_start(req) for req in tenancy.startable(queue[1:]))
+    tenancy.set_limits({})
+    assert tenancy.startable(queue) == queue
+
+
 def test_floors_that_leave_too_little_are_refused_with_the_figures() -> None:
     tenancy = Cache(pages=100, pinned=7).tenancy
     tenancy.set_limits({"a": limits(floor=0.5), "b": limits(floor=30)})
