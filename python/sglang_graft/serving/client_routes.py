@@ -17,7 +17,14 @@ from pydantic import TypeAdapter, ValidationError
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import VertexGenerateReqInput
 
-from sglang_graft.serving import bad_input, chat_templates, names, request_metrics, tenants
+from sglang_graft.serving import (
+    bad_input,
+    chat_templates,
+    names,
+    request_log,
+    request_metrics,
+    tenants,
+)
 from sglang_graft.serving.adapter_store import base_names, on_demand
 from sglang_graft.serving.aliases import aliases
 from sglang_graft.serving.choice import ConflictError, Named, agreed, names_of, only
@@ -53,16 +60,21 @@ async def select(
     try:
         chosen = agreed(model=adapter, lora_path=lora_path, lora_name=lora_name)
     except ConflictError as error:
-        raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
+        raise _refusal(manager, adapter, HTTPStatus.BAD_REQUEST, str(error)) from None
     for name in names_of(chosen):
         if not tenants.may_use(name):
-            raise HTTPException(HTTPStatus.FORBIDDEN, tenants.forbidden(name))
+            raise _refusal(manager, name, HTTPStatus.FORBIDDEN, tenants.forbidden(name))
         if name not in loaded and not await folders.exists(name):
             asked = model if name == adapter and model else name
             message = names.unknown(asked, loaded, manager.served_model_name)
             request_metrics.counts().turned_away()
-            raise HTTPException(HTTPStatus.NOT_FOUND, message)
+            raise _refusal(manager, name, HTTPStatus.NOT_FOUND, message)
     return chosen
+
+
+def _refusal(manager: Any, name: str | None, status: HTTPStatus, message: str) -> HTTPException:
+    request_log.turned_away(manager, name, status, message)
+    return HTTPException(status, message)
 
 
 async def _select(body: Any, model: str | None) -> Named:

@@ -27,6 +27,11 @@ def accepted(header: str | None) -> str:
     return header if header and _GOOD.fullmatch(header) else uuid.uuid4().hex
 
 
+def current() -> str | None:
+    """The id of the HTTP request under way."""
+    return _current.get()
+
+
 class RequestId:
     """ASGI middleware: each answer carries the id of its request."""
 

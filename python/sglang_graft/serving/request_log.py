@@ -4,7 +4,7 @@ Targets (0.5.17): BEFORE `TokenizerManager._handle_batch_output`, `_handle_abort
 `_discard_pending_req_states`. Reasons: SGLang's own request log has no identity of the adapter,
 leaves the adapter out where it leaves the prompt out, and misses requests that fail or whose client
 leaves. A request's state goes in exactly these three places, each of which looks it up first: so
-every request has one line.
+every request has one line. What `client_routes` refuses by the adapter's name never had a state.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from fastapi import HTTPException
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 
 from sglang_graft.engine.hooks import Hook
+from sglang_graft.serving import request_id
 from sglang_graft.serving.control import ask
 from sglang_graft.serving.request_id import ATTRIBUTE
 
@@ -105,6 +106,34 @@ async def flush(manager: Any) -> None:
         await log.flush()
 
 
+def turned_away(manager: Any, adapter: str | None, status: int, reason: str) -> None:
+    """The line of a request that is answered with an error before the manager has heard of it."""
+    log: RequestLog | None = getattr(manager, LOG_ATTRIBUTE, None)
+    if log is None:
+        return
+    line = {
+        "time": _now(),
+        "event": "request",
+        "id": None,
+        "request_id": request_id.current(),
+        "parent": None,
+        "adapter": adapter,
+        "identity": None,
+        "stream": None,
+        "prompt_tokens": None,
+        "cached_tokens": None,
+        "completion_tokens": 0,
+        "ttft_s": None,
+        "total_s": None,
+        "finish": "error",
+    }
+    log.add(_with_error(line, reason, status), None)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 def _line(manager: Any, rid: str, state: Any, *, finish: str, tokens: Tokens) -> dict[str, Any]:
     times, now = state.time_stats, time.perf_counter()
     prompt, cached, completion = tokens
@@ -112,7 +141,7 @@ def _line(manager: Any, rid: str, state: Any, *, finish: str, tokens: Tokens) ->
     # Without a stream, tokens come here in lots, and the first lot is late.
     first = (times.first_token_time or now) if stream and completion else None
     return {
-        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "time": _now(),
         "event": "request",
         "id": rid,
         "request_id": getattr(state, ATTRIBUTE, None),

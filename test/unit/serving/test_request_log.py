@@ -220,3 +220,15 @@ def test_targets_that_cannot_be_written(tmp_path: Path) -> None:
             request_log.check_target(str(wrong))
     with pytest.raises(ValueError, match=r"--graft-request-log: .*: Is a directory"):
         request_log.start(SimpleNamespace(), str(tmp_path))
+
+
+def test_a_request_that_was_turned_away_has_the_same_fields(log: Path) -> None:
+    manager = Manager(log)
+    manager.add("r")
+    request_log.finished(manager, batch(["r"], [{"type": "stop"}]))
+    request_log.turned_away(manager, "nobody", 404, "No adapter named 'nobody'")
+    answered, refused = lines(log)
+    assert refused.keys() == answered.keys()
+    assert (refused["adapter"], refused["status"]) == ("nobody", 404)
+    assert (refused["finish"], refused["error"]) == ("error", "No adapter named 'nobody'")
+    request_log.turned_away(Manager(None), "nobody", 404, "where nobody wants a log")
