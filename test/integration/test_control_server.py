@@ -310,9 +310,11 @@ def test_dry_runs_of_loads_and_unloads(server: Server, folders: dict[str, Path])
 
 def test_time_to_live(server: Server, folders: dict[str, Path]) -> None:
     for name, version in (("a", "v0"), ("b", "v1"), ("c", "v2")):
-        load(server, name, folders[version], ttl_seconds=0.3, pinned=name == "b")
+        load(server, name, folders[version], pinned=name == "b")
     send(server, "PUT", "/graft/aliases/line", {"adapter": "c"})
     running = Stream(server, Request("a", SHORT, 600)).started()
+    for name in ("a", "b", "c"):
+        send(server, "PATCH", f"/graft/adapters/{name}", {"ttl_seconds": 0.3})
     wait_until(lambda: not running.is_running() or len(running.tokens) > 300)
     wait_until(lambda: "a" not in server.requests()["adapters"])
     assert len(running.result()["output_ids"]) == 600
@@ -320,8 +322,8 @@ def test_time_to_live(server: Server, folders: dict[str, Path]) -> None:
     left = {one["name"] for one in send(server, "GET", "/graft/adapters")["adapters"]}
     assert left == {"b", "c"}, "one is pinned, the other has an alias"
     send(server, "PATCH", "/graft/adapters/b", {"pinned": False})
-    send(server, "DELETE", "/graft/aliases/line")
     send(server, "PATCH", "/graft/adapters/c", {"ttl_seconds": None})
+    send(server, "DELETE", "/graft/aliases/line")
     wait_until(lambda: set(server.requests()["adapters"]) == {"c"})
 
 

@@ -5,6 +5,7 @@ answers.
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -28,6 +29,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would hap
 
 _MIB = 2**20
 REFUSED, NOBODY = 1, 3
+WIDE = 200
+"""Columns where nobody looks on: a file or a pipe shall get whole names."""
 
 
 @app.command()
@@ -38,7 +41,7 @@ def ls(url: Url = URL, key: Key = "", as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(answer))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
     console.print(_table(answer["adapters"]))
     for folder in answer["available"]:
         console.print(f"not loaded: {escape(folder['name'])} ({escape(folder['path'])})")
@@ -189,7 +192,7 @@ def _finish(answer: dict[str, Any], as_json: bool, word: str, name: str) -> None
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="adapters")
     for column in ("name", "state", "aliases"):
-        table.add_column(column, no_wrap=column == "name")
+        table.add_column(column, no_wrap=column in ("name", "state"))
     for column in ("MiB", "KV MiB", "hits", "idle s", "ttl s", "prio", "pin", "reqs"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
