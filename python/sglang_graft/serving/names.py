@@ -126,7 +126,7 @@ async def resolve_native(original: Callable[..., Awaitable[None]], self: Any, ob
         async with on_demand(self).hold(names):
             for name in names:
                 if name and name not in self.lora_ref_cache:
-                    message = unknown(name, self.lora_ref_cache, self.served_model_name)
+                    message = unknown(name, known(self), self.served_model_name)
                     raise UnknownAdapterError(message)
             await original(self, obj)
         chat_templates.check_accepted(self, obj.lora_id)
