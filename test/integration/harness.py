@@ -192,8 +192,10 @@ def serve(
         server = Server(f"http://{HOST}:{port}", log, flags, client, process.pid, process)
         _wait_healthy(server, process)
         yield server
-    traced = [line for line in log.read_text(errors="replace").splitlines() if "Traceback" in line]
-    assert all(may_fail is not None and may_fail in line for line in traced), tail(log)
+    lines = log.read_text(errors="replace").splitlines()
+    for at, line in enumerate(lines):
+        if "Traceback" in line and (may_fail is None or may_fail not in line):
+            raise AssertionError("\n".join(lines[max(0, at - 3) : at + LOG_LINES]))
 
 
 @contextmanager

@@ -68,7 +68,7 @@ REFUSED = {
     "/v1/embeddings": _EMBEDS,
     "/v1/classify": _EMBEDS,
     "/v1/rerank": _EMBEDS,
-    "/load_lora_adapter": "already loaded",
+    "/load_lora_adapter": "is not a folder",
     "/v1/load_lora_adapter": "already been loaded",
     "/unload_lora_adapter": "not loaded",
 }
