@@ -6,6 +6,7 @@ Nothing imports lang: it is for programs of users.
 """
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,3 +160,10 @@ def test_a_relative_import_in_a_package_starts_at_that_package() -> None:
     assert found == [
         "sglang_graft.cache:2 imports sglang_graft.engine.hooks: cache/ may import only ['pool']"
     ]
+
+
+@pytest.mark.parametrize("package", ["pool", "adapters", "cache", "tiers", "tenants", "sim"])
+def test_what_a_package_says_that_it_has_is_there(package: str) -> None:
+    module = importlib.import_module(f"sglang_graft.{package}")
+    missing = [name for name in getattr(module, "__all__", []) if not hasattr(module, name)]
+    assert missing == []

@@ -31,7 +31,6 @@ __all__ = [
     "Rates",
     "Reason",
     "State",
-    "Tier",
     "UnifiedTree",
     "forecast",
     "make_policy",
