@@ -67,14 +67,22 @@ def report(folder: Path, plots: Sequence[str] = ()) -> str:
 
 
 def _about(found: Sequence[Row]) -> Iterator[str]:
-    """Machines and versions, each distinct one once."""
-    seen = [json.dumps(r["about"], sort_keys=True) for row in found for r in row.results]
-    for text in dict.fromkeys(seen):
+    """Machines and versions, each distinct one once, with the commits that were measured."""
+    commits: dict[str, list[str]] = {}
+    for row in found:
+        for result in row.results:
+            versions = dict(result["about"]["versions"])
+            commit = str(versions.pop("commit", None) or "unknown")
+            commit += " with changes" if versions.pop("commit_dirty", None) else ""
+            same = json.dumps(result["about"] | {"versions": versions}, sort_keys=True)
+            commits.setdefault(same, []).append(commit)
+    for text, measured in commits.items():
         about = json.loads(text)
+        names = [f"{name} {value}" for name, value in about["versions"].items() if value]
         yield ""
         yield f"Measured on: {about['machine']}. Model: {about['model']}, {about['dtype']}."
-        names = [f"{name} {value}" for name, value in about["versions"].items() if value]
         yield f"Versions: {', '.join(names)}."
+        yield f"Commits: {', '.join(dict.fromkeys(measured))}."
 
 
 def _table(found: Sequence[Row], place: Place) -> Iterator[str]:
