@@ -12,8 +12,8 @@ from sglang_graft.cli.app import app
 pytestmark = pytest.mark.server
 
 PEERS = ("stock:2", "graft:cost")
-# Sixteen requests or so, of which the adapters do not fit in two slots.
-LOAD = ("--rates", "2", "--seconds", "3", "--adapters", "6", "--budget-gb", "0.008")
+# Twenty requests to four adapters, which do not fit into two slots while their KV fits beside them.
+LOAD = ("--rates", "2", "--seconds", "3", "--adapters", "6", "--seed", "1", "--budget-gb", "0.008")
 
 
 def invoke(*args: str) -> str:
