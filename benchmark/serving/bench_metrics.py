@@ -5,9 +5,9 @@
 One CPU server with the tiny model of the tests, whose passes are as short as passes get, under a
 constant load of eight streams over its adapters. Each round has a phase of each rate, in an order
 that rotates; figures of a phase are compared with those of the same round without scraping, and the
-ratios' median over the rounds is the result. `none again` is a second phase without scraping: how far
-its ratio is from 1, and how far the least and the most are apart, is what the machine alone does. A
-cost smaller than that is not resolved by `wall` and `cpu`. Of each phase:
+ratios' median over the rounds is the result. `none again` is a second phase without scraping: how
+far its ratio is from 1, and how far the least and the most are apart, is what the machine alone
+does. A cost smaller than that is not resolved by `wall` and `cpu`. Of each phase:
 
 - `wall`: mean time of a scheduler pass (the next one's beginning minus its own), which has
   everything in it: the message, the answer, and what else the machine does;
@@ -166,12 +166,9 @@ def main() -> None:
                 stream.start()
             phase(server.url, process, 0, options.seconds)  # warm-up
             for turn in range(options.rounds):
-                names_of_phases = list(PHASES)
-                order = names_of_phases[turn % 4 :] + names_of_phases[: turn % 4]
-                measured = {
-                    n: phase(server.url, process, PHASES[n], options.seconds) for n in order
-                }
-                rounds.append(measured)
+                order = list(PHASES)[turn % 4 :] + list(PHASES)[: turn % 4]
+                url, seconds = server.url, options.seconds
+                rounds.append({n: phase(url, process, PHASES[n], seconds) for n in order})
             stop.set()
             for stream in streams:
                 stream.join()
