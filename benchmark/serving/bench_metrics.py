@@ -166,12 +166,9 @@ def main() -> None:
                 stream.start()
             phase(server.url, process, 0, options.seconds)  # warm-up
             for turn in range(options.rounds):
-                names_of_phases = list(PHASES)
-                order = names_of_phases[turn % 4 :] + names_of_phases[: turn % 4]
-                measured = {
-                    n: phase(server.url, process, PHASES[n], options.seconds) for n in order
-                }
-                rounds.append(measured)
+                order = list(PHASES)[turn % 4 :] + list(PHASES)[: turn % 4]
+                url, seconds = server.url, options.seconds
+                rounds.append({n: phase(url, process, PHASES[n], seconds) for n in order})
             stop.set()
             for stream in streams:
                 stream.join()
