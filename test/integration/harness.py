@@ -175,8 +175,7 @@ def serve(
 ) -> Iterator[Server]:
     """Run a server until the block ends; its log lies in `folder` and must show no traceback.
 
-    `may_fail`: texts by which SGLang introduces the traceback of an error that it answers well, in
-    the same line or the one before.
+    `may_fail`: texts by which SGLang introduces the traceback of an error that it answers well.
     """
     port = free_port()
     line = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
@@ -195,9 +194,13 @@ def serve(
         yield server
     lines = log.read_text(errors="replace").splitlines()
     for at, line in enumerate(lines):
-        said = "".join(lines[max(0, at - 1) : at + 1])
-        if "Traceback" in line and not any(text in said for text in may_fail):
-            raise AssertionError("\n".join(lines[max(0, at - 3) : at + LOG_LINES]))
+        if "Traceback" not in line:
+            continue
+        begin = at
+        while begin and not lines[begin].startswith("["):  # the time of a record of the log
+            begin -= 1
+        if not any(text in "\n".join(lines[begin : at + 1]) for text in may_fail):
+            raise AssertionError("\n".join(lines[max(0, begin - 3) : at + LOG_LINES]))
 
 
 @contextmanager
