@@ -150,7 +150,7 @@ def test_c100_c101_no_request_passes_one_that_waits_for_a_slot(
         stream.started()
     queue = [Stream(server, Request("C", SHORT, 2))]
     wait_until(lambda: server.requests()["adapters"]["C"] == 1)
-    # While its adapter is on its way others may pass, a few times; here it waits for the slot alone.
+    # While its adapter is on its way others may pass a few times; it shall wait for the slot alone.
     wait_until(lambda: server.adapter("C")["state"] == "device")
     for seed in range(6):  # all of them could start at once: their adapter has its slot
         queue.append(Stream(server, Request("B", tiny_model.prompt(20, seed), 2)))
