@@ -25,6 +25,8 @@ class EvictionPolicy:
     """
 
     name: str
+    priced: bool = True
+    """Whether values depend on prices, so that the order is taken anew when those change."""
 
     def value(self, node: Node) -> float:
         """What the node is worth now."""
@@ -56,6 +58,7 @@ class Lru(EvictionPolicy):
     """Least recently used, on the logical clock of the tree."""
 
     name = "lru"
+    priced = False
 
     def value(self, node: Node) -> float:
         """The clock of the last use, moved by the adapter's priority."""

@@ -26,7 +26,7 @@ class MeasuredRates:
     """Gives `prices` what `meter` saw, once a window, and has the tree order its victims anew.
 
     Seconds are measured by clocks, so the meter alone may look at them: decisions go by prices that
-    stand still within a window. O(nodes) when prices change, nothing otherwise.
+    stand still within a window. O(nodes) when prices change and the policy goes by them.
     """
 
     tree: UnifiedTree
@@ -47,4 +47,5 @@ class MeasuredRates:
         if self.meter.freeze():
             self.changes += 1
             self.prices.rates = self.meter.current
-            self.tree.reprice()
+            if self.tree.policy.priced:
+                self.tree.reprice()

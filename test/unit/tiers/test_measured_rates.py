@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from sglang_graft.cache import Cost, Prices, UnifiedTree
+from sglang_graft.cache import Cost, Lru, Prices, UnifiedTree
 from sglang_graft.pool.ledger import Owner, PageLedger
 from sglang_graft.tiers import MeasuredRates
 
@@ -60,3 +60,19 @@ def test_noise_changes_nothing() -> None:
         tick(tree, 10)
         rates.step()
     assert rates.changes == 1
+
+
+@pytest.mark.parametrize("priced", [True, False])
+def test_an_order_without_prices_is_left_alone(
+    priced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prices = Prices(page_bytes=1000, page_tokens=2)
+    policy = Cost(prices) if priced else Lru()
+    tree = UnifiedTree(PageLedger(9), page_tokens=2, policy=policy)
+    rates, ordered = MeasuredRates(tree, prices, window=10), []
+    monkeypatch.setattr(tree, "reprice", lambda: ordered.append(rates.changes))
+    rates.meter.prefill(100, 0, 2.0)
+    tick(tree, 10)
+    rates.step()
+    assert rates.changes == 1
+    assert ordered == ([1] if priced else [])
