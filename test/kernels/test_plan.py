@@ -168,3 +168,10 @@ def test_a_batch_larger_than_the_plan_is_refused() -> None:
 def test_impossible_plans_are_refused(tokens: int, slots: int, shape: Shape) -> None:
     with pytest.raises(ValueError, match="Plan: wanted max_tokens >= 1, slots >= 2, block_rows"):
         Plan(tokens, slots, 1, shape, "cpu")
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 4999, 5003, 8192])
+def test_lists_are_aligned_alike_whatever_their_length(tokens: int) -> None:
+    plan = Plan(tokens, SLOTS, 4, Shape(16, 7), "cpu")
+    assert all(table.data_ptr() % 16 == 0 for table in (plan.items, plan.parts, plan.rows))
+    assert len(plan.rows) == tokens

@@ -16,6 +16,8 @@ ITEM = 4
 """int32 numbers of an item: slot, first row position, rows, rank tile."""
 PART = 8
 """int32 numbers of a part: slot, first row position, rows, part, parts of the block; the rest 0."""
+ALIGN = 4
+"""int32 numbers of 16 bytes, the most that Triton asks of an address."""
 
 Numbers = npt.NDArray[np.int32]
 
@@ -59,12 +61,13 @@ class Plan:
         blocks = self.blocks_for(max_tokens)
         self.max_items, self.max_parts = blocks * max_rank_tiles, max(blocks, shape.programs)
         at_rows = self.max_parts * PART
-        at_items = at_rows + max_tokens
+        # Every list is aligned alike, whatever its length: Triton compiles for alignments anew.
+        self._at_items = at_items = at_rows + -(-max_tokens // ALIGN) * ALIGN
         self._buffer = torch.zeros(
             at_items + self.max_items * ITEM, dtype=torch.int32, device=device
         )
         self.parts = self._buffer[:at_rows].view(-1, PART)
-        self.rows = self._buffer[at_rows:at_items]
+        self.rows = self._buffer[at_rows:][:max_tokens]
         self.items = self._buffer[at_items:].view(-1, ITEM)
         self._used_items = 0
         self._is_clear = True
@@ -95,11 +98,11 @@ class Plan:
         # Entries that the last batch used and this one does not have to become zero again.
         listed = max(len(items), self._used_items)
         self._used_items = len(items)
-        host = np.zeros(self.max_parts * PART + self.max_tokens + listed * ITEM, dtype=np.int32)
+        host = np.zeros(self._at_items + listed * ITEM, dtype=np.int32)
         parts = _parts(blocks, self.parts_for(total))
         host[: parts.size] = parts.ravel()
         host[self.max_parts * PART :][: len(order)] = order
-        host[self.max_parts * PART + self.max_tokens :][: items.size] = items.ravel()
+        host[self._at_items :][: items.size] = items.ravel()
         self._upload(host)
         self._is_clear = not len(blocks)
 

@@ -142,11 +142,9 @@ def _set_defaults(server_args: Any) -> None:
         server_args.max_loras_per_batch = DEFAULT_SLOTS
     if server_args.page_size is None:
         server_args.page_size = default_page_size(server_args)
-    # Graphs with adapters are not proved yet: the one server run that replayed a decode graph with
-    # an adapter never answered. Only who asks for them gets them.
-    for phase in ("cuda_graph_backend_decode", "cuda_graph_backend_prefill"):
-        if getattr(server_args, phase) is None or not torch.cuda.is_available():
-            setattr(server_args, phase, "disabled")
+    if not torch.cuda.is_available():
+        server_args.cuda_graph_backend_decode = "disabled"
+        server_args.cuda_graph_backend_prefill = "disabled"
 
 
 HOOKS = (
