@@ -3,11 +3,18 @@
 Target (0.5.17): AROUND `DecodeCudaGraphRunner.capture`. Reason: SGLang can capture a "lora" and a
 "nolora" variant and picks one by the batch's adapter ids, but nothing asks the target model's
 runner to. A batch of the base model then replays exactly what a server without LoRA would.
+
+Target (0.5.17): AROUND `FlashInferAttnBackend._prepare_cuda_graph_metadata`. Reason: FlashInfer's
+backend makes new wrappers for each capture and keeps the last of each batch size. The graph that
+was captured first would go on reading the plan and the workspace of wrappers that nobody plans
+and that are freed: wrong attention at first, illegal addresses later. So both variants share one.
+The Triton and FA3 backends keep one set of buffers for all captures.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.layers.attention.flashinfer_backend import DecodeMetadata
 from sglang.srt.model_executor.runner_utils import capture_mode
 
 from sglang_graft.engine.hooks import Hook
@@ -30,6 +37,21 @@ def is_recording_adapters() -> bool:
     return capture_mode.get_capture_lora_variant() != _BASE_ONLY
 
 
+def share_wrappers(
+    original: Callable[..., None],
+    self: Any,
+    bs: int,
+    num_tokens: int,
+    forward_mode: Any,
+    spec_info: Any,
+) -> None:
+    """AROUND `_prepare_cuda_graph_metadata`: the second variant takes the wrappers of the first."""
+    if forward_mode.is_decode_or_idle() and capture_mode.get_capture_lora_variant() == _BASE_ONLY:
+        self.forward_metadata = DecodeMetadata(self.decode_cuda_graph_metadata[bs])
+        return
+    original(self, bs, num_tokens, forward_mode, spec_info)
+
+
 HOOKS = (
     Hook(
         target="sglang.srt.model_executor.runner.decode_cuda_graph_runner"
@@ -38,5 +60,13 @@ HOOKS = (
         function=capture_both,
         parameters=("self",),
         reason="base-model batches replay a graph without adapters",
+    ),
+    Hook(
+        target="sglang.srt.layers.attention.flashinfer_backend"
+        ".FlashInferAttnBackend._prepare_cuda_graph_metadata",
+        kind="around",
+        function=share_wrappers,
+        parameters=("self", "bs", "num_tokens", "forward_mode", "spec_info"),
+        reason="both graphs of a batch size read the attention plan that is refreshed",
     ),
 )
