@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from sglang_graft.adapters.adapter import Adapter, Delta
+from sglang_graft.adapters.bits import Bits, bits, transposed
 from sglang_graft.adapters.errors import AdapterError
 from sglang_graft.adapters.tiles import TILE_ALIGNMENT, SideName, Tile, TileMap
 
@@ -33,12 +34,24 @@ class AdapterImage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """A tile and the `[ranks, features]` view of the matrix or vector whose bytes go there."""
+class _Part:
+    """A, B or a vector of one linear, and the tiles that it fills, by ascending index.
 
-    tile: int
-    source: torch.Tensor
-    nbytes: int
+    `tensor` is `[ranks, features]`, or `[features, ranks]` if `is_b`.
+    """
+
+    tiles: list[Tile]
+    tensor: torch.Tensor
+    is_b: bool = False
+
+    def sizes(self) -> list[int]:
+        """Bytes of each tile."""
+        itemsize = self.tensor.itemsize
+        return [(t.rank_stop - t.rank_start) * (t.stop - t.start) * itemsize for t in self.tiles]
+
+    def bits(self) -> Bits:
+        """`[ranks, features]`."""
+        return transposed(self.tensor) if self.is_b else bits(self.tensor)
 
 
 def pack(adapter: Adapter, tile_map: TileMap, *, pin: bool = False) -> AdapterImage:
@@ -48,23 +61,21 @@ def pack(adapter: Adapter, tile_map: TileMap, *, pin: bool = False) -> AdapterIm
     weights. `pin` needs a CUDA device.
     """
     _check_complete(adapter)
-    pieces = _all_pieces(adapter, tile_map)
-    places, count = place([piece.nbytes for piece in pieces], tile_map.page_bytes)
-    # Zeros, not empty: unused bytes are copied too, and an image must not depend on old memory.
-    pages = torch.zeros((count, tile_map.page_bytes), dtype=torch.uint8, pin_memory=pin)
-    for piece, (page, offset) in zip(pieces, places, strict=True):
-        room = pages[page, offset : offset + piece.nbytes]
-        room.view(piece.source.dtype).view(piece.source.shape).copy_(piece.source)
+    parts = _parts(adapter, tile_map)
+    sizes = [size for part in parts for size in part.sizes()]
+    places, count = place(sizes, tile_map.page_bytes)
+    pages = _empty_pages(count, tile_map.page_bytes, pin)
+    _fill(pages, parts, places)
     ranks, scales = _columns(adapter, tile_map)
     return AdapterImage(
         identity=adapter.identity,
         pages=pages,
-        tile=np.array([piece.tile for piece in pieces], dtype=np.int32),
+        tile=np.array([tile.index for part in parts for tile in part.tiles], dtype=np.int32),
         page=np.array([page for page, _ in places], dtype=np.int32),
         offset=np.array([offset for _, offset in places], dtype=np.int64),
         ranks=ranks,
         scales=scales,
-        nbytes=sum(piece.nbytes for piece in pieces),
+        nbytes=sum(sizes),
     )
 
 
@@ -73,7 +84,7 @@ def measure(adapter: Adapter, tile_map: TileMap) -> tuple[int, int]:
 
     Without base weights the `add` of DoRA on a linear with a bias is not counted.
     """
-    sizes = [piece.nbytes for piece in _all_pieces(adapter, tile_map)]
+    sizes = [size for part in _parts(adapter, tile_map) for size in part.sizes()]
     return sum(sizes), place(sizes, tile_map.page_bytes)[1]
 
 
@@ -100,14 +111,35 @@ def place(sizes: list[int], page_bytes: int) -> tuple[list[tuple[int, int]], int
     return places, len(used)
 
 
-def _all_pieces(adapter: Adapter, tile_map: TileMap) -> list[_Piece]:
+def _empty_pages(count: int, page_bytes: int, pin: bool) -> torch.Tensor:
+    # Zeros, not empty: unused bytes are copied too, and an image must not depend on old memory.
+    if pin:
+        return torch.zeros((count, page_bytes), dtype=torch.uint8, pin_memory=True)
+    # numpy asks the system for huge pages, torch does not.
+    return torch.from_numpy(np.zeros((count, page_bytes), dtype=np.uint8))
+
+
+def _fill(pages: torch.Tensor, parts: list[_Part], places: list[tuple[int, int]]) -> None:
+    """Copy every tile to its `(page, offset)`; `places` are in the order of parts and tiles."""
+    rows, spots = pages.numpy(), iter(places)
+    for part in parts:
+        source = part.bits()
+        for tile in part.tiles:
+            page, offset = next(spots)
+            piece = source[tile.rank_start : tile.rank_stop, tile.start : tile.stop]
+            room = rows[page, offset : offset + piece.nbytes].view(piece.dtype)
+            room.reshape(piece.shape)[...] = piece
+
+
+def _parts(adapter: Adapter, tile_map: TileMap) -> list[_Part]:
+    """By ascending tile index."""
     _check_ranks(adapter, tile_map)
-    pieces = [
-        piece
+    parts = [
+        part
         for (layer, name), delta in adapter.deltas.items()
-        for piece in _pieces(tile_map, layer, name, delta)
+        for part in _parts_of(tile_map, layer, name, delta)
     ]
-    return sorted(pieces, key=lambda piece: piece.tile)
+    return sorted(parts, key=lambda part: part.tiles[0].index)
 
 
 def _check_ranks(adapter: Adapter, tile_map: TileMap) -> None:
@@ -131,25 +163,20 @@ def _check_complete(adapter: Adapter) -> None:
             )
 
 
-def _pieces(tile_map: TileMap, layer: int, name: str, delta: Delta) -> Iterator[_Piece]:
-    sides: tuple[tuple[SideName, torch.Tensor], ...] = (("A", delta.a), ("B", delta.b.t()))
+def _parts_of(tile_map: TileMap, layer: int, name: str, delta: Delta) -> Iterator[_Part]:
+    sides: tuple[tuple[SideName, torch.Tensor], ...] = (("A", delta.a), ("B", delta.b))
     for side, matrix in sides:
         wanted = [delta.rank, tile_map.side(layer, name, side).features]
-        assert list(matrix.shape) == wanted, (name, side, matrix.shape, wanted)
+        shape = list(matrix.shape)[:: 1 if side == "A" else -1]
+        assert shape == wanted, (name, side, matrix.shape, wanted)
         assert matrix.dtype == tile_map.spec.dtype, (matrix.dtype, tile_map.spec.dtype)
-        for tile in tile_map.tiles_of(layer, name, side, delta.rank):
-            yield _piece(matrix, tile)
+        tiles = list(tile_map.tiles_of(layer, name, side, delta.rank))
+        yield _Part(tiles, matrix, is_b=side == "B")
     for kind, vector in delta.vectors():
         features = tile_map.vector(layer, name, kind).features
         assert vector.shape == (features,), (name, kind, vector.shape, features)
         assert vector.dtype == torch.float32, (name, kind, vector.dtype)
-        for tile in tile_map.tiles_of_vector(layer, name, kind):
-            yield _piece(vector[None], tile)
-
-
-def _piece(matrix: torch.Tensor, tile: Tile) -> _Piece:
-    source = matrix[tile.rank_start : tile.rank_stop, tile.start : tile.stop]
-    return _Piece(tile.index, source, source.numel() * source.itemsize)
+        yield _Part(list(tile_map.tiles_of_vector(layer, name, kind)), vector[None])
 
 
 def _columns(

@@ -63,13 +63,18 @@ def check_files(folder: Path, roots: Sequence[Path]) -> None:
 
 def check_size(folder: Path, limit: int) -> None:
     """Raise AdapterError when the files that would be read are larger than `limit` bytes."""
-    size = sum(entry[3] for entry in signature(folder))
+    size = file_bytes(folder)
     if size > limit:
         raise AdapterError(
             folder,
             "size",
             f"wanted at most {limit} bytes, got {size}; raise --graft-max-adapter-mb",
         )
+
+
+def file_bytes(folder: Path) -> int:
+    """Bytes of the files that would be read; those that are not there count nothing."""
+    return sum(entry[3] for entry in signature(folder))
 
 
 def signature(folder: Path) -> Signature:

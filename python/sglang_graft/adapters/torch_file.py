@@ -42,7 +42,8 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
         raise AdapterError(
             file, "file", f"wanted at most its own {size} bytes of tensors, got {nbytes}"
         )
-    return {name: tensor.detach() for name, tensor in loaded.items()}
+    # A tensor may say of its bits that they are to be negated: then it is, here.
+    return {name: tensor.detach().resolve_neg() for name, tensor in loaded.items()}
 
 
 def _check_archive(file: Path, stream: IO[bytes]) -> int:

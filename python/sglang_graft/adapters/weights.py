@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from sglang_graft.adapters.bits import all_finite, bits
 from sglang_graft.adapters.errors import AdapterError
 from sglang_graft.adapters.torch_file import BIN_NAME, read_tensors
 
@@ -62,9 +64,13 @@ class WeightsFile(ABC):
         AdapterError when a number is NaN or infinite, before or after the cast.
         """
         stored = self._stored(name)
-        matrix = torch.empty(stored.shape, dtype=dtype).copy_(stored)
-        if not torch.isfinite(matrix).all():
-            if torch.isfinite(stored).all():
+        matrix = torch.empty(stored.shape, dtype=dtype)
+        if stored.dtype is dtype:
+            np.copyto(bits(matrix), bits(stored))
+        else:
+            matrix.copy_(stored)
+        if not all_finite(matrix):
+            if all_finite(stored):
                 raise AdapterError(self.file, name, f"holds numbers too large for {dtype}")
             raise AdapterError(self.file, name, "holds NaN or infinite numbers")
         return matrix

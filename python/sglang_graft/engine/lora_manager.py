@@ -4,8 +4,9 @@ Target (0.5.17): class `lora.lora_manager.LoRAManager`. Reason: SGLang reads ada
 for every module and copies them padded into per-slot buffers; here they are read exactly, packed
 at their true ranks and kept in the arena. Wrapping layers and the update protocol stay SGLang's.
 
-SGLang builds the manager before the arena, so adapters named at start are read in `bind`, one
-after another: their bytes go to the host pool, and never lie in memory all at once.
+SGLang builds the manager before the arena, so adapters named at start are read in `bind`, some at
+once and registered in the order in which they are named: their bytes go to the host pool, and never
+lie in memory all at once.
 
 A name that is loaded again is replaced: the new registration is complete before the old one
 retires, so a bad file changes nothing. Whether a replacement was asked for is checked where names
@@ -13,6 +14,7 @@ live, in `serving/load`.
 """
 
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +35,7 @@ from sglang_graft.adapters import (
     pack,
     read_adapter,
 )
-from sglang_graft.adapters.location import check_size
+from sglang_graft.adapters.location import check_size, file_bytes
 from sglang_graft.engine.base_weights import base_weight_reader
 from sglang_graft.engine.freed import Freed
 from sglang_graft.engine.hooks import Hook
@@ -41,7 +43,7 @@ from sglang_graft.engine.lora_backend import GraftLoRABackend, WeightRef
 from sglang_graft.engine.model_spec import model_spec
 from sglang_graft.engine.pool import Pool
 from sglang_graft.engine.tiers import make_tiers
-from sglang_graft.tiers import Packed, Residency, Tiers
+from sglang_graft.tiers import Packed, ReadAhead, Residency, Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,11 @@ class ReadAdapter(NamedTuple):
     seconds: float
 
 
+START_READERS = 8
+"""Threads that read adapters at start. A part of each read is Python's own, one at a time."""
+START_BYTES = 2 << 30
+"""Bytes of files that are read at once at start; with their images they take up to twice that."""
+
 # What a folder can be wrong in; the last two: no host memory left.
 READ_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 
@@ -130,13 +137,24 @@ class GraftLoRAManager(LoRAManager):
         )
         self.tiers = make_tiers(pool, self.residency, self._read_again)
         self.memory_pool.bind(tile_map)
-        self.lora_backend.bind(
-            table, pool.arena.buffer, self.memory_pool.projections(), self.max_lora_rank
+        named, self._named_at_start = self._named_at_start, []
+        with self._read_ahead(named) as reads:
+            # Begun before, since this compiles kernels.
+            self.lora_backend.bind(
+                table, pool.arena.buffer, self.memory_pool.projections(), self.max_lora_rank
+            )
+            for ref in named:
+                self.register(ref, reads.take())
+                self.tiers.images.store.wait()
+
+    def _read_ahead(self, refs: list[LoRARef]) -> ReadAhead[LoRARef, ReadAdapter]:
+        return ReadAhead(
+            self.read,
+            [(ref, file_bytes(Path(ref.lora_path))) for ref in refs],
+            # One more than cores, because reads wait for the disk, too.
+            threads=min(START_READERS, len(os.sched_getaffinity(0)) + 1),
+            nbytes=START_BYTES,
         )
-        for ref in self._named_at_start:
-            self.register(ref, self.read(ref))
-            self.tiers.images.store.wait()
-        self._named_at_start = []
 
     def _load_lora_adapter(self, lora_ref: LoRARef) -> Any:
         try:

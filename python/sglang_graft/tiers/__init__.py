@@ -9,6 +9,7 @@ from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import AdapterChangedError, Images
 from sglang_graft.tiers.prefetch import Need, Prefetch, Wish
 from sglang_graft.tiers.rates import MeasuredRates, Rates
+from sglang_graft.tiers.read_ahead import ReadAhead
 from sglang_graft.tiers.residency import KnownAdapter, Residency
 from sglang_graft.tiers.store import AdapterStore, Packed
 from sglang_graft.tiers.tiers import Tiers
@@ -34,6 +35,7 @@ __all__ = [
     "Packed",
     "Prefetch",
     "Rates",
+    "ReadAhead",
     "Residency",
     "Step",
     "Ticket",

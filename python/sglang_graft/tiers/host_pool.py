@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
+import os
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang_graft.pool import PageLedger
@@ -14,7 +20,12 @@ DEFAULT_FRACTION = 0.4
 """Share of the memory that is free at start, unless the user says how much."""
 DEFAULT_ARENAS = 2.0
 """At most this many times the arena's bytes by default: more would hold KV that nobody asks for."""
+MOST_THREADS = 16
+"""That touch new memory: some cores' worth is all that memory can take."""
 _GIB = 1 << 30
+_SYSTEM_PAGE = mmap.PAGESIZE
+
+logger = logging.getLogger(__name__)
 
 
 def default_bytes(free_bytes: int, arena_bytes: int) -> int:
@@ -55,8 +66,18 @@ class HostPool:
             ) from error
         self.ledger = PageLedger(pages + 1)
         self.buffer = torch.from_numpy(memory)
+        self._rows = memory
         if pin:
+            start = time.perf_counter()
+            commit(memory, len(os.sched_getaffinity(0)))
+            committed = time.perf_counter()
             _pin(self.buffer)
+            logger.info(
+                "Host pool: %.1f GiB, given by the system in %.1f s, page-locked in %.1f s",
+                memory.nbytes / _GIB,
+                committed - start,
+                time.perf_counter() - committed,
+            )
 
     def row(self, page: int) -> torch.Tensor:
         """The bytes of one page, uint8 `[page_bytes]`. Shares memory."""
@@ -69,8 +90,26 @@ class HostPool:
         Safe in any thread that the pages were handed to.
         """
         assert len(pages) == len(image), f"{len(image)} rows for {len(pages)} pages"
-        for page, source in zip(pages, image.unbind(0), strict=True):
-            self.row(page).copy_(source)
+        # By numpy: torch would wake a team of threads for each row where it may have several.
+        for page, source in zip(pages, image.numpy(), strict=True):
+            assert 1 <= page <= len(self._rows), f"host page {page} is outside of the pool"
+            self._rows[page - 1] = source
+
+
+def commit(memory: npt.NDArray[np.uint8], threads: int) -> None:
+    """Have the system give all of `memory`, which is new, by a write to each of its pages.
+
+    Page-locking would do it too, in one thread: most of its time is the zeroing of pages.
+    """
+    flat = memory.reshape(-1)
+    parts = np.array_split(flat, min(threads, MOST_THREADS))
+
+    def touch(part: npt.NDArray[np.uint8]) -> None:
+        part[::_SYSTEM_PAGE] = 0
+
+    with ThreadPoolExecutor(len(parts), thread_name_prefix="graft-commit") as pool:
+        for _ in pool.map(touch, parts):
+            pass
 
 
 def _pin(buffer: torch.Tensor) -> None:

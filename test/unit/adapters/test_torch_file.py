@@ -128,6 +128,9 @@ def test_views_and_gradients_are_read_as_numbers(folder: Path) -> None:
 
     def disguise(tensors: dict[str, Any]) -> OrderedDict[str, torch.Tensor]:
         tensors[Q0] = tensors[Q0].t().contiguous().t().requires_grad_()
+        other = next(name for name in tensors if name != Q0)
+        tensors[other] = torch._neg_view(-tensors[other])
+        assert tensors[other].is_neg()
         return OrderedDict(tensors)
 
     rewrite(folder, disguise)

@@ -1,12 +1,17 @@
 """Page copies between a host pool and an arena on the CPU, and the host pool itself."""
 
+import mmap
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
 import pytest
 import torch
 
 from sglang_graft.pool import Arena, PageLayout
 from sglang_graft.tiers import CpuCopier, HostPool, Way
 from sglang_graft.tiers.copies import runs
-from sglang_graft.tiers.host_pool import default_bytes, pages_for
+from sglang_graft.tiers.host_pool import commit, default_bytes, pages_for
 
 LAYOUT = PageLayout(layers=1, page_tokens=16, kv_heads=1, head_dim=8, dtype=torch.float32)
 
@@ -35,6 +40,49 @@ def test_the_sink_takes_part_in_no_copy() -> None:
     copier = CpuCopier(Arena(LAYOUT, 3, "cpu"), HostPool(2, LAYOUT.page_bytes, pin=False))
     with pytest.raises(AssertionError, match="page 0 is the sink"):
         copier.copy(Way.LOAD, [(1, 0)], [])
+
+
+@pytest.mark.parametrize("threads", [1, 3, 64])
+def test_new_memory_is_given_by_the_system_as_a_whole(threads: int) -> None:
+    size = 64 << 20
+    memory = mmap.mmap(-1, size)  # fresh, whatever was freed before
+    rows = np.frombuffer(memory, dtype=np.uint8).reshape(-1, 1 << 16)
+    before = psutil.Process().memory_info().rss
+    commit(rows, threads)
+    grown = psutil.Process().memory_info().rss - before
+    assert grown > 0.9 * size, f"{grown} bytes of {size}"
+
+
+def test_memory_is_page_locked_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, page_bytes, calls = 64, 1 << 20, []
+
+    def register(address: int, size: int, flags: int) -> int:
+        resident = psutil.Process().memory_info().rss - before
+        calls.append((address, size, flags, resident > 0.9 * size))
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    before = psutil.Process().memory_info().rss
+    host = HostPool(pages, page_bytes, pin=True)
+    assert calls == [(host.buffer.data_ptr(), pages * page_bytes, 0, True)]
+
+
+def test_memory_that_cannot_be_page_locked_is_refused_with_its_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    with pytest.raises(ValueError, match=r"--graft-host-memory-gb: .* \(CUDA error 2\)"):
+        HostPool(2, 4096, pin=True)
+
+
+def test_an_image_goes_only_to_pages_of_the_pool() -> None:
+    host = HostPool(2, 64, pin=False)
+    for page in (0, 3):
+        with pytest.raises(AssertionError, match=f"host page {page} is outside"):
+            host.write([page], torch.zeros(1, 64, dtype=torch.uint8))
+    with pytest.raises(AssertionError, match="2 rows for 1 pages"):
+        host.write([1], torch.zeros(2, 64, dtype=torch.uint8))
 
 
 def test_the_default_size_is_a_share_of_free_memory_with_a_cap() -> None:
