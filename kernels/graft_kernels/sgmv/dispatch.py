@@ -8,7 +8,8 @@ LoRA as one CUDA graph; times are what LoRA adds to the 32 layers' 3.9 ms):
 - Decode: 16-row blocks, the least that a matrix instruction takes; pieces of 256 outputs in three
   stages keep enough bytes of B on their way, and 128 registers let four programs run on each
   multiprocessor; `programs` are one such wave. 1, 8 and 32 adapters of rank 16 add 1.2, 1.4 and
-  1.8 ms with overlap, 8 of rank 64 add 2.1 ms.
+  1.8 ms with overlap, 8 of rank 64 add 2.1 ms. In a server, without overlap, they add 1.4, 1.4,
+  2.0 and 2.3 ms to a step (`benchmark/serving/results/decode_h200.json`).
 - Prefill: 64-row blocks read B less often; pieces of 128 outputs keep their sums in registers.
   8192 rows of gate_up: 288 us to expand, where reading and writing the output takes 240 us.
 
