@@ -152,7 +152,7 @@ class GraftLoRAManager(LoRAManager):
             self.read,
             [(ref, file_bytes(Path(ref.lora_path))) for ref in refs],
             # One more than cores, because reads wait for the disk, too.
-            threads=min(START_READERS, len(os.sched_getaffinity(0)) + 1),
+            threads=min(START_READERS, (os.cpu_count() or 1) + 1),
             nbytes=START_BYTES,
         )
 
