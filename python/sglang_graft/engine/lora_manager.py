@@ -92,8 +92,10 @@ class ReadAdapter(NamedTuple):
 START_READERS = 8
 """Threads that read adapters at start. A part of each read is Python's own, one at a time."""
 START_BYTES = 2 << 30
-"""Bytes of files that are read at once at start. With its image each takes twice its bytes, if it is
-of the model's dtype."""
+"""Bytes of files that are read at once at start.
+
+With its image, each takes twice its bytes if it is of the model's dtype.
+"""
 
 # What a folder can be wrong in; the last two: no host memory left.
 READ_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
