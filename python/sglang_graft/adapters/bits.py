@@ -4,7 +4,8 @@ numpy has no bfloat16. On bits it copies, transposes and checks several times fa
 does on floats, in the calling thread alone, and with Python's lock let go.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ Bits = npt.NDArray[np.signedinteger[Any]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Of a block that is transposed: it is read and written once in the smallest cache.
 _BLOCK_BYTES = 1 << 15
+_ALIGNMENT = 64  # a cache line
 
 
 def bits(tensor: torch.Tensor) -> Bits:
@@ -50,6 +52,31 @@ def transposed(matrix: torch.Tensor) -> Bits:
         target[:, start:stop] = block.T
         start = stop
     return target
+
+
+class Block:
+    """One piece of memory for tensors that come and go together.
+
+    It goes back to the system as a whole. Many small pieces, freed in another thread, would stay
+    with the process: as many as the largest adapter of each thread that ever read one.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        """`sizes` are the bytes of the tensors that there is room for."""
+        # numpy asks the system for huge pages, torch does not.
+        self._room = torch.from_numpy(np.empty(sum(map(_aligned, sizes)), dtype=np.uint8))
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that holds whatever the memory held."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        start, self._used = self._used, self._used + _aligned(nbytes)
+        assert self._used <= len(self._room), f"{self._used} bytes of {len(self._room)}"
+        return self._room[start : start + nbytes].view(dtype).view(*shape)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _row_blocks(source: Bits, nbytes: int) -> Iterator[Bits]:

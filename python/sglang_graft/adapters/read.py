@@ -9,6 +9,7 @@ import torch
 
 from sglang_graft.adapters.adapter import Adapter, Delta, identity_of
 from sglang_graft.adapters.base import BaseWeight, base_weight_of, check_copy
+from sglang_graft.adapters.bits import Block
 from sglang_graft.adapters.check import check_tensors
 from sglang_graft.adapters.config import read_config
 from sglang_graft.adapters.errors import AdapterError
@@ -49,9 +50,11 @@ def read_adapter(
         ranks = [check_tensors(weights, tensors, config, rule) for tensors in contents.modules]
         for copy in contents.copies:
             _check_copy(weights, copy, base_weight)
+        block = _block(contents.modules, ranks, spec.dtype)
         for tensors, rank in zip(contents.modules, ranks, strict=True):
             scale = rule.scale(tensors.module.path)
-            for member, delta in _deltas(weights, tensors, spec.dtype, scale, rank):
+            matrices = [weights.load(name, spec.dtype, block) for name in (tensors.a, tensors.b)]
+            for member, delta in _deltas(weights, tensors, matrices, scale, rank):
                 layer = tensors.module.layer
                 if delta.magnitude is not None and base_weight is not None:
                     delta = _with_base(weights, tensors, member, delta, base_weight)
@@ -64,11 +67,22 @@ def read_adapter(
     return Adapter(identity_of(deltas), dict(sorted(deltas.items())), folder, tuple(warnings))
 
 
+def _block(modules: list[ModuleTensors], ranks: list[int], dtype: torch.dtype) -> Block:
+    """Memory for A and B of every module."""
+    widths = [(t.module.in_features, t.module.out_features) for t in modules]
+    pairs = zip(ranks, widths, strict=True)
+    return Block(rank * width * dtype.itemsize for rank, pair in pairs for width in pair)
+
+
 def _deltas(
-    weights: WeightsFile, tensors: ModuleTensors, dtype: torch.dtype, scale: float, rank: int
+    weights: WeightsFile,
+    tensors: ModuleTensors,
+    matrices: list[torch.Tensor],
+    scale: float,
+    rank: int,
 ) -> Iterator[tuple[LinearSpec, Delta]]:
-    """What the tensors of one module are for each of its members, without the base model."""
-    a, b = weights.load(tensors.a, dtype), weights.load(tensors.b, dtype)
+    """What A and B of one module are for each of its members, without the base model."""
+    a, b = matrices
     # Both stay float32, as PEFT keeps them: they are few, and a product follows.
     bias, magnitude = (
         None if name is None else weights.load(name, torch.float32)

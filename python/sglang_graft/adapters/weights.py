@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sglang_graft.adapters.bits import all_finite, bits
+from sglang_graft.adapters.bits import Block, all_finite, bits
 from sglang_graft.adapters.errors import AdapterError
 from sglang_graft.adapters.torch_file import BIN_NAME, read_tensors
 
@@ -57,14 +57,15 @@ class WeightsFile(ABC):
             raise AdapterError(self.file, name, f"wanted one of {sorted(_FLOATS)}, got {dtype}")
         return shape
 
-    def load(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor cast once to `dtype`, contiguous, in memory of its own.
+    def load(self, name: str, dtype: torch.dtype, block: Block | None = None) -> torch.Tensor:
+        """The tensor cast once to `dtype`, contiguous, in memory of its own or of `block`.
 
         A copy even without a cast, because a mapped file may change or shrink later. Raises
         AdapterError when a number is NaN or infinite, before or after the cast.
         """
         stored = self._stored(name)
-        matrix = torch.empty(stored.shape, dtype=dtype)
+        make = torch.empty if block is None else block.empty
+        matrix = make(stored.shape, dtype=dtype)
         if stored.dtype is dtype:
             np.copyto(bits(matrix), bits(stored))
         else:

@@ -92,7 +92,10 @@ class ReadAdapter(NamedTuple):
 START_READERS = 8
 """Threads that read adapters at start. A part of each read is Python's own, one at a time."""
 START_BYTES = 2 << 30
-"""Bytes of files that are read at once at start; with their images they take up to twice that."""
+"""Bytes of files that are read at once at start.
+
+With its image, each takes twice its bytes if it is of the model's dtype.
+"""
 
 # What a folder can be wrong in; the last two: no host memory left.
 READ_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
@@ -152,7 +155,7 @@ class GraftLoRAManager(LoRAManager):
             self.read,
             [(ref, file_bytes(Path(ref.lora_path))) for ref in refs],
             # One more than cores, because reads wait for the disk, too.
-            threads=min(START_READERS, len(os.sched_getaffinity(0)) + 1),
+            threads=min(START_READERS, (os.cpu_count() or 1) + 1),
             nbytes=START_BYTES,
         )
 

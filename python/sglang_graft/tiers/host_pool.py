@@ -69,7 +69,7 @@ class HostPool:
         self._rows = memory
         if pin:
             start = time.perf_counter()
-            commit(memory, len(os.sched_getaffinity(0)))
+            commit(memory, os.cpu_count() or 1)
             committed = time.perf_counter()
             _pin(self.buffer)
             logger.info(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_graft.adapters.bits import all_finite, bits, transposed
+from sglang_graft.adapters.bits import Block, all_finite, bits, transposed
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -54,3 +54,17 @@ def test_bits_share_memory() -> None:
     matrix = torch.zeros(2, 3, dtype=torch.bfloat16)
     bits(matrix)[1, 2] = 0x3F80
     assert matrix.tolist() == [[0, 0, 0], [0, 0, 1]]
+
+
+def test_a_block_is_room_for_what_it_was_made_for() -> None:
+    shapes = [((3, 5), torch.bfloat16), ((7,), torch.float64), ((1, 1), torch.float32)]
+    block = Block([30, 56, 4])
+    made = [block.empty(shape, dtype) for shape, dtype in shapes]
+    for number, (tensor, (shape, dtype)) in enumerate(zip(made, shapes, strict=True)):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+        assert tensor.is_contiguous()
+        tensor.fill_(number)
+    assert [tensor.unique().tolist() for tensor in made] == [[0], [1], [2]]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in made}) == 1
+    with pytest.raises(AssertionError, match="bytes of"):
+        block.empty((1,), torch.float16)
