@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sglang_graft.cache.node import AdapterNode, Node
 from sglang_graft.cache.policy import EvictionPolicy, weight
@@ -11,6 +12,20 @@ from sglang_graft.cache.runs import TOKEN_BYTES
 
 # A price of 0 would make a node worthless however often it is wanted.
 _LEAST_S = 1e-12
+# Shapes of nodes whose price is remembered.
+_KNOWN_MOST = 2**16
+
+
+class Price(NamedTuple):
+    """Seconds for each page of a node, more than 0 each.
+
+    device: when it leaves the device.   host: what its host copy saves.   lost: to bring it back
+    from nowhere.
+    """
+
+    device: float
+    host: float
+    lost: float
 
 
 @dataclass(slots=True)
@@ -23,7 +38,8 @@ class Prices:
     copy is worth the difference.
 
     host_kv: whether KV is copied to the host too (`host_tier`: adapters are).
-    rates: prices of this window; after a change call `UnifiedTree.reprice()`.
+    rates: prices of this window; after a change call `UnifiedTree.reprice()`. The other fields
+    stay as they are.
     """
 
     page_bytes: int = 2**21
@@ -31,29 +47,32 @@ class Prices:
     host_tier: bool = False
     host_kv: bool = True
     rates: Rates = field(default_factory=Rates)
+    _known: dict[tuple[int, int], Price] = field(default_factory=dict, init=False, repr=False)
+    _known_for: Rates | None = field(default=None, init=False, repr=False)
 
-    def seconds_per_page(self, node: Node) -> float:
-        """Seconds for each page of the node when it leaves the device; more than 0."""
-        lost = self.lost_seconds_per_page(node)
-        copied = self.host_tier and (self.host_kv or isinstance(node, AdapterNode))
-        return min(self.copy_seconds, lost) if copied else lost
+    def of(self, node: Node) -> Price:
+        """The prices of a node at the rates of this window."""
+        # Values are asked for at every look at a victim, so shapes that were seen are kept. Weights
+        # have no key.
+        shape = (len(node.key), node.start)
+        if self._known_for is not self.rates or len(self._known) > _KNOWN_MOST:
+            self._known, self._known_for = {}, self.rates
+        found = self._known.get(shape)
+        if found is None:
+            found = self._known[shape] = self._price(node)
+        return found
 
-    def host_seconds_per_page(self, node: Node) -> float:
-        """Seconds for each page of the node that its host copy saves; more than 0."""
-        return max(self.lost_seconds_per_page(node) - self.copy_seconds, _LEAST_S)
-
-    @property
-    def copy_seconds(self) -> float:
-        """Seconds to copy a page from the host."""
-        return self.rates.load_seconds(self.page_bytes)
-
-    def lost_seconds_per_page(self, node: Node) -> float:
-        """Seconds for each page to bring it back from nowhere."""
-        if isinstance(node, AdapterNode):
-            return self.rates.read_seconds(self.page_bytes) + self.copy_seconds
-        tokens = max(1, len(node.key) // TOKEN_BYTES)
-        pages = max(1, tokens // self.page_tokens)
-        return self.rates.prefill_seconds(tokens, node.start * self.page_tokens) / pages
+    def _price(self, node: Node) -> Price:
+        copy = self.rates.load_seconds(self.page_bytes)
+        if node is node.adapter:
+            lost, copied = self.rates.read_seconds(self.page_bytes) + copy, self.host_tier
+        else:
+            tokens = len(node.key) // TOKEN_BYTES
+            assert tokens, f"KV node {node.serial} has no tokens"
+            seconds = self.rates.prefill_seconds(tokens, node.start * self.page_tokens)
+            lost = seconds / max(1, tokens // self.page_tokens)
+            copied = self.host_tier and self.host_kv
+        return Price(min(copy, lost) if copied else lost, max(lost - copy, _LEAST_S), lost)
 
 
 class Cost(EvictionPolicy):
@@ -88,13 +107,13 @@ class Cost(EvictionPolicy):
 
     def value(self, node: Node) -> float:
         """Level below which it does not fall."""
-        price = self.prices.seconds_per_page(node) * weight(node)
-        return node.used_at + max(1.0, node.uses) * price
+        price = self.prices.of(node)[0] * weight(node)
+        return node.used_at + (node.uses if node.uses > 1.0 else 1.0) * price
 
     def host_value(self, node: Node) -> float:
         """The same with what the host copy saves."""
-        price = self.prices.host_seconds_per_page(node) * weight(node)
-        return node.used_at + max(1.0, node.uses) * price
+        price = self.prices.of(node)[1] * weight(node)
+        return node.used_at + (node.uses if node.uses > 1.0 else 1.0) * price
 
     def used(self, node: Node, clock: int, *, again: bool) -> None:
         """Count it, and make it as young as any."""
@@ -114,6 +133,6 @@ class Cost(EvictionPolicy):
     def _aged(self, node: Node) -> float:
         if not node.uses:
             return 0.0
-        price = self.prices.lost_seconds_per_page(node) * weight(node)
+        price = self.prices.of(node).lost * weight(node)
         idle = (self.level - node.used_at) / price
         return max(0.0, node.uses - idle)

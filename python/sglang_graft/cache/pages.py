@@ -253,9 +253,16 @@ class TreePages:
         """Whether eviction takes all of a node or nothing: weights, and KV on its way here."""
         return node is node.adapter or (node.host is not None and not self.is_landed(node))
 
-    def coldest(self, limit: int) -> list[Node]:
-        """What eviction would take next, in order; looks at `limit` entries of that order."""
+    def coldest(self, limit: int) -> Iterator[Node]:
+        """What eviction would take next, in order; looks at `limit` entries of that order.
+
+        Lazy: what is on the device and who holds it must stay as it is meanwhile.
+        """
         return self._victims.coldest(limit)
+
+    def any_uncopied(self, limit: int) -> bool:
+        """Whether `coldest` may name a node without a host copy; False is certain, and cheap."""
+        return self._victims.any_uncopied(limit)
 
     def victim_order(self) -> Iterator[Entry]:
         """Entries of the victims in rising order; see `VictimHeap.order`."""

@@ -67,4 +67,5 @@ class Lru(EvictionPolicy):
 
 def weight(node: Node) -> float:
     """What the adapter's priority multiplies the node's worth by; 1 at priority 0."""
-    return PRIORITY_WEIGHT**node.adapter.priority
+    priority = node.adapter.priority
+    return PRIORITY_WEIGHT**priority if priority else 1.0

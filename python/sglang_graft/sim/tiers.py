@@ -154,18 +154,11 @@ class ThreeTiers:
         raise AssertionError(f"request {key} does not start after {_PASSES} passes")
 
     def step(self, pages: int) -> None:
-        """See Tiers. A server makes many passes for each request, so they go on to the end.
-
-        The end is at the latest when all that is about to leave was copied once: where the host
-        has no room for it, copies displace each other without end.
-        """
+        """See Tiers. A pass copies all that is about to leave, where the host has room for it."""
         self._due += pages
         if self._due >= self._ahead // _PASSES_AHEAD:
             self._due = 0
-            before, most = -1, self.moved.stored + self._ahead
-            while before < self.moved.stored <= most:
-                before = self.moved.stored
-                self._write_back.run()
+            self._write_back.run()
 
     def check_invariants(self) -> None:
         """See Tiers."""

@@ -29,26 +29,26 @@ def weights() -> AdapterNode:
 
 
 def test_kv_costs_its_prefill_at_its_depth() -> None:
-    assert PRICES.seconds_per_page(kv()) == 2 * 3 + 2 * 1  # half of each pair counts
-    assert PRICES.seconds_per_page(kv(start=2)) == 2 * 3 + 2 * (4 + 1)
-    assert PRICES.seconds_per_page(kv(pages=2)) == (4 * 3 + 4 * 2) / 2
+    assert PRICES.of(kv()).device == 2 * 3 + 2 * 1  # half of each pair counts
+    assert PRICES.of(kv(start=2)).device == 2 * 3 + 2 * (4 + 1)
+    assert PRICES.of(kv(pages=2)).device == (4 * 3 + 4 * 2) / 2
 
 
 def test_weights_cost_a_read_and_a_copy() -> None:
-    assert PRICES.seconds_per_page(weights()) == 4 + 1
+    assert PRICES.of(weights()).device == 4 + 1
 
 
 @pytest.mark.parametrize(("node", "saved"), [(kv(), 8 - 1), (weights(), 4)])
 def test_a_host_tier_leaves_the_copy_to_pay_and_is_worth_the_rest(node: Node, saved: float) -> None:
     prices = replace(PRICES, host_tier=True)
-    assert prices.seconds_per_page(node) == 1
-    assert prices.host_seconds_per_page(node) == saved
+    assert prices.of(node).device == 1
+    assert prices.of(node).host == saved
 
 
 def test_a_copy_slower_than_prefill_is_worth_next_to_nothing() -> None:
     slow = replace(PRICES, page_bytes=800, host_tier=True)
-    assert slow.seconds_per_page(kv()) == 8
-    assert 0 < slow.host_seconds_per_page(kv()) < 1e-9
+    assert slow.of(kv()).device == 8
+    assert 0 < slow.of(kv()).host < 1e-9
 
 
 def test_a_node_lives_for_its_uses_times_its_price() -> None:
