@@ -76,12 +76,15 @@ class Prices:
 
 
 class Cost(EvictionPolicy):
-    """GreedyDual over seconds per page, with a short memory of reuse.
+    """Recency in seconds: GreedyDual over seconds per page, with a short memory of reuse.
 
-    value = level at the last use + uses * seconds for a page. The level is the largest value that
-    ever left (the inflation of Cao and Irani): a node that is not used keeps its value while the
-    level rises past it. So a node lives for `uses` times its price, on the clock of what the pool
-    has to give up, which runs as fast as the pool turns over; nothing is tuned to a size or rate.
+    value = level at the last use + uses * seconds for a page. The level measures age by what the
+    pool has to give up: each page that leaves raises it by its price over the pages that might have
+    left. So it rises by the mean price each time the pool turns over, and a node that nobody uses
+    stays for as many turnovers as its price is above the mean; nothing is tuned to a size or rate.
+    Where all prices are equal the order is that of the last use. (The level of Cao and Irani, the
+    largest value that ever left, jumps by a whole price at once: then it does not tell the uses of
+    a whole turnover apart, and lost to plain recency where prices hardly differ.)
 
     uses: 1 at the start, 1 more with each use, up to `most_uses`; it falls by 1 each time the level
     rises by what the node costs from nowhere, to 1 at least. What was wanted again within its life
@@ -98,7 +101,7 @@ class Cost(EvictionPolicy):
 
     name = "cost"
 
-    def __init__(self, prices: Prices | None = None, *, most_uses: float = 2.0) -> None:
+    def __init__(self, prices: Prices | None = None, *, most_uses: float = 1.5) -> None:
         if not most_uses >= 1:
             raise ValueError(f"most_uses: wanted 1 or more, got {most_uses}")
         self.prices = prices or Prices()
@@ -126,9 +129,9 @@ class Cost(EvictionPolicy):
         adapter.uses = self._aged(adapter)
         adapter.used_at = self.level
 
-    def evicted(self, node: Node, clock: int) -> None:
+    def evicted(self, node: Node, clock: int, pages: int, of: int) -> None:
         """Raise the level."""
-        self.level = max(self.level, self.value(node))
+        self.level += self.prices.of(node).device * weight(node) * pages / of
 
     def _aged(self, node: Node) -> float:
         if not node.uses:

@@ -32,7 +32,8 @@ from sglang_graft.pool.ledger import Owner, PageLedger
 
 _DEAD_KEPT = 64
 # How many copies of KV that is on both sides are looked at, the latest used first, for one room.
-_LOOKED_AT = 64
+# Those further on leave the device so soon that their copies would only be made again.
+_LOOKED_AT = 8
 _NOBODY: frozenset[int] = frozenset()
 
 

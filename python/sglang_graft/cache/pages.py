@@ -227,7 +227,9 @@ class TreePages:
             if victim is None:
                 break
             share = victim.share
-            self.policy.evicted(victim, self._clock)
+            whole, most = self.leaves_whole(victim), len(victim.pages)
+            leaving = most if whole else min(most, pages - freed, budgets[share])
+            self.policy.evicted(victim, self._clock, leaving, self._evictable - freed)
             if isinstance(victim, AdapterNode):
                 victim.evictions += 1
                 self.evicted_adapters += 1

@@ -22,7 +22,7 @@ from sglang_graft.tiers.write_back import WriteBack
 # One pass reads the image, one loads the weights, each promotes KV; and one to spare.
 _PASSES = 6
 # Write-back runs this often while its lead is used up.
-_PASSES_AHEAD = 32
+_PASSES_AHEAD = 16
 
 
 @dataclass(slots=True)
