@@ -1,6 +1,7 @@
 """How near is each policy to the best possible, on every workload of the protocol?
 
-    python benchmark/cache/replay_policies.py            # replays everything, about 20 minutes
+    python benchmark/cache/replay_policies.py            # replays everything, about 15 minutes
+    python benchmark/cache/replay_policies.py --resume   # only what the results lack
     python benchmark/cache/replay_policies.py --tables   # only writes the tables anew
     python benchmark/cache/replay_policies.py --check    # fails when the tables are out of date
 
@@ -54,29 +55,45 @@ class Study:
 
 STUDIES = (
     Study("main", (*POLICIES, NO_COUNTS), Options(), SEEDS),
-    Study("small host", POLICIES, Options(host_gb=16)),
+    Study("small host", POLICIES, Options(host_gb=16), SEEDS),
     Study("no host tier", (*POLICIES, NO_COUNTS), Options(host_gb=0), SEEDS),
     Study("no dependency rule", ("cost", "lru"), Options(dependency_rule=False)),
-    Study("no prefetch", ("cost",), Options(prefetch=False)),
+    Study("no prefetch", ("cost", "lru"), Options(prefetch=False)),
+    Study("idle promotion", ("cost", "lru"), Options(idle_promotion=True)),
     Study("agents, twice the rate", POLICIES, Options(), SEEDS, rate=1.0, workloads=("agents",)),
 )
 
 
-def replayed() -> Iterator[Row]:
+def replayed(kept: list[Row]) -> Iterator[list[Row]]:
+    """The rows of every case in order; `kept` has some of them already."""
     for study in STUDIES:
         for workload in study.workloads:
             for seed in study.seeds:
-                size = Size(requests=REQUESTS, rate=study.rate)
-                for row in compare(
-                    workload,
-                    study.policies,
-                    study.budgets,
-                    seed=seed,
-                    size=size,
-                    options=study.options,
-                ):
-                    yield {"study": study.name, **row}
+                found = select(kept, study=study.name, workload=workload, seed=seed)
+                yield found or list(_case(study, workload, seed))
         print(f"{study.name}: done", file=sys.stderr, flush=True)
+
+
+def _case(study: Study, workload: str, seed: int) -> Iterator[Row]:
+    size = Size(requests=REQUESTS, rate=study.rate)
+    for row in compare(
+        workload, study.policies, study.budgets, seed=seed, size=size, options=study.options
+    ):
+        yield {"study": study.name, **row}
+
+
+def replay_all(kept: list[Row]) -> None:
+    """Write the results after each case, so that a run that was stopped can be resumed."""
+    rows: list[Row] = []
+    for case in replayed(kept):
+        rows += case
+        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
+
+
+def load() -> list[Row]:
+    """The committed rows."""
+    found: list[Row] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return found
 
 
 def mean(rows: Iterable[Row], key: str) -> float:
@@ -157,15 +174,14 @@ def page(text: str, rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     only = parser.add_mutually_exclusive_group()
+    only.add_argument("--resume", action="store_true", help="replay only what the results lack")
     only.add_argument("--tables", action="store_true", help="write docs/replay.md from the results")
     only.add_argument("--check", action="store_true", help="compare docs/replay.md with them")
     args = parser.parse_args()
     if not (args.tables or args.check):
-        rows = list(replayed())
-        RESULTS.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))
+        replay_all(load() if args.resume else [])
     old = PAGE.read_text(encoding="utf-8")
-    new = page(old, rows)
+    new = page(old, load())
     if args.check and new != old:
         sys.exit(f"{PAGE.relative_to(ROOT)} is out of date: run benchmark/cache/replay_policies.py")
     if not args.check:

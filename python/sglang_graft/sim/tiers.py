@@ -14,6 +14,7 @@ from sglang_graft.cache import AdapterNode, Node, Rates, State, UnifiedTree
 from sglang_graft.pool.ledger import Owner
 from sglang_graft.tiers.copies import Way
 from sglang_graft.tiers.counters import Counters
+from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import Images
 from sglang_graft.tiers.prefetch import Prefetch, Wish
 from sglang_graft.tiers.transfers import Transfers
@@ -22,7 +23,7 @@ from sglang_graft.tiers.write_back import WriteBack
 # One pass reads the image, one loads the weights, each promotes KV; and one to spare.
 _PASSES = 6
 # Write-back runs this often while its lead is used up.
-_PASSES_AHEAD = 16
+_PASSES_AHEAD = 32
 
 
 @dataclass(slots=True)
@@ -46,6 +47,9 @@ class Tiers(Protocol):
     def step(self, pages: int) -> None:
         """After `pages` were taken or came free to leave: copies of what will leave soon."""
 
+    def promote_idle(self, pages: int) -> int:
+        """Nobody waits: bring back about `pages` pages that have room; returns how many."""
+
     def check_invariants(self) -> None:
         """Assert that the host's pages add up."""
 
@@ -68,6 +72,10 @@ class DeviceAlone:
 
     def step(self, pages: int) -> None:
         """There is nothing to copy to."""
+
+    def promote_idle(self, pages: int) -> int:
+        """There is nothing to copy from."""
+        return 0
 
     def check_invariants(self) -> None:
         """There are no host pages."""
@@ -142,6 +150,7 @@ class ThreeTiers:
             ahead=ahead,
             under_way=ahead,
         )
+        self._idle = IdlePromotion(tree, cast("Transfers", instant), counters)
         self._ahead, self._due = ahead, 0
 
     def bring(self, key: str, adapter: AdapterNode, tokens: array[int]) -> None:
@@ -159,6 +168,16 @@ class ThreeTiers:
         if self._due >= self._ahead // _PASSES_AHEAD:
             self._due = 0
             self._write_back.run()
+
+    def promote_idle(self, pages: int) -> int:
+        """See Tiers."""
+        before = start = self.moved.weights + self.moved.kv
+        while True:
+            self._idle.run()
+            now = self.moved.weights + self.moved.kv
+            if now == before or now - start >= pages:
+                return now - start
+            before = now
 
     def check_invariants(self) -> None:
         """See Tiers."""
