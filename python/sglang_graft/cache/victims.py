@@ -97,15 +97,19 @@ class VictimHeap:
         are meanwhile.
         """
         self._fill(limit)
+        value = self._policy.value
         for entry in itertools.islice(self._front, limit):
             node = entry[3]
-            if node.entry is entry and node.is_victim() and self._policy.value(node) <= entry[0]:
+            # The first two say what `is_victim` would, at less than half its price.
+            if node.lock or node.device_children or node.entry is not entry:
+                continue
+            if node.pages and value(node) <= entry[0]:
                 yield node
 
     def any_uncopied(self, limit: int) -> bool:
         """Whether `coldest` may yield a node without a host copy; False is certain."""
         self._fill(limit)
-        return any(entry[3].host is None for entry in itertools.islice(self._front, limit))
+        return any(entry[3].host is None for entry in self._front[:limit])
 
     def order(self) -> Iterator[Entry]:
         """Live entries in rising order, by the values that they were pushed with.
