@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -121,17 +122,23 @@ class Cost(EvictionPolicy):
     def used(self, node: Node, clock: int, *, again: bool) -> None:
         """Count it, and make it as young as any."""
         aged = self._aged(node)
-        node.uses = max(1.0, aged) if again else min(aged + 1.0, self.most_uses)
-        node.used_at = self.level
+        self._renew(node, max(1.0, aged) if again else min(aged + 1.0, self.most_uses))
 
     def loaded(self, adapter: AdapterNode, clock: int) -> None:
         """Make it as young as any: what was just paid for is not what leaves next."""
-        adapter.uses = self._aged(adapter)
-        adapter.used_at = self.level
+        self._renew(adapter, self._aged(adapter))
 
     def evicted(self, node: Node, clock: int, pages: int, of: int) -> None:
         """Raise the level."""
         self.level += self.prices.of(node).device * weight(node) * pages / of
+
+    def _renew(self, node: Node, uses: float) -> None:
+        """As young as any, with this count. Where that fell, rounding may not lower a value."""
+        least, least_host = self.value(node), self.host_value(node)
+        fell = uses < node.uses
+        node.uses, node.used_at = uses, self.level
+        while fell and (self.value(node) < least or self.host_value(node) < least_host):
+            node.used_at += math.ulp(max(least, least_host))
 
     def _aged(self, node: Node) -> float:
         if not node.uses:

@@ -181,3 +181,14 @@ def test_a_priority_multiplies_the_price_and_slows_ageing() -> None:
             before = policy.value(dear)
             policy.used(dear, 2, again=again)
             assert policy.value(dear) >= before, "a use lowered a value"
+
+
+def test_rounding_lowers_no_value() -> None:
+    policy, node = Cost(PRICES, most_uses=4), kv()
+    for turn in range(3000):
+        policy.used(node, turn, again=turn % 4 > 0)
+        before, host = policy.value(node), policy.host_value(node)
+        policy.level += 0.1 * (turn % 7) / 3
+        policy.used(node, turn, again=True)
+        assert policy.value(node) >= before
+        assert policy.host_value(node) >= host
