@@ -66,7 +66,7 @@ class Elora(EvictionPolicy):
         self._now = max(self._now, clock)
         adapter.used_at = clock
 
-    def evicted(self, node: Node, clock: int) -> None:
+    def evicted(self, node: Node, clock: int, pages: int, of: int) -> None:
         """Time goes on."""
         self._now = max(self._now, clock)
 

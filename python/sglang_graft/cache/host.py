@@ -32,7 +32,8 @@ from sglang_graft.pool.ledger import Owner, PageLedger
 
 _DEAD_KEPT = 64
 # How many copies of KV that is on both sides are looked at, the latest used first, for one room.
-_LOOKED_AT = 64
+# Those further on leave the device so soon that their copies would only be made again.
+_LOOKED_AT = 8
 _NOBODY: frozenset[int] = frozenset()
 
 
@@ -112,9 +113,11 @@ class HostTier:
     def is_readable(self, node: Node) -> bool:
         """Whether the node has a copy whose bytes have landed."""
         copy = node.host
-        return copy is not None and not any(
-            self.ledger.holds(page, Owner.IN_FLIGHT) for page in copy.pages
-        )
+        if copy is None:
+            return False
+        if not self.ledger.count(Owner.IN_FLIGHT):
+            return True
+        return not any(self.ledger.holds(page, Owner.IN_FLIGHT) for page in copy.pages)
 
     def release(self, node: Node) -> int:
         """The node loses its copy; returns its pages, which are free unless a transfer has them."""
@@ -126,6 +129,9 @@ class HostTier:
         self._images_twice.pop(node.serial, None)
         node.host = None
         self._count(node, -len(copy.pages))
+        if copy.pages and self._is_quiet():
+            self.ledger.give(copy.pages, self.ledger.owner_of(copy.pages[0]))
+            return len(copy.pages)
         for page in copy.pages:
             owner = self.ledger.owner_of(page)
             if owner is Owner.IN_FLIGHT:
@@ -217,7 +223,11 @@ class HostTier:
         """Whether its copy is in nobody's use and no child's copy continues it."""
         if not self._is_idle(node):
             return False
-        return node is node.adapter or not any(child.host for child in node.children.values())
+        if node is not node.adapter:
+            for child in node.children.values():
+                if child.host is not None:
+                    return False
+        return True
 
     def _choose_only(
         self, wanted: int, worth: float, kept: Collection[int]
@@ -266,11 +276,13 @@ class HostTier:
         copy = node.host
         if copy is None:
             return False
-        if not self._readers and not self.ledger.count(Owner.IN_FLIGHT):
-            return True  # the usual case, without a look at each page
-        return not any(
+        return self._is_quiet() or not any(
             page in self._readers or self.ledger.holds(page, Owner.IN_FLIGHT) for page in copy.pages
         )
+
+    def _is_quiet(self) -> bool:
+        """Whether no transfer has any host page: the usual case, without a look at each page."""
+        return not self._readers and not self.ledger.count(Owner.IN_FLIGHT)
 
     # ---- the order of only copies: as `VictimHeap`, lazily
 

@@ -216,36 +216,24 @@ class TreePages:
         Of KV larger than what is missing only the end goes; weights go whole. O(shares + log n) a
         victim. Never waits: what has a host copy keeps its place in the tree.
         """
-        freed = 0
-        run: list[int] = []
-        flying: list[int] = []
-        if pages > 0 and self.policy.changed():
+        if pages <= 0:
+            return 0
+        if self.policy.changed():
             self.reprice()
-        budgets = self.shares.budgets(incoming, only) if pages > 0 else {}
+        budgets = self.shares.budgets(incoming, only)
+        freed = 0
+        gone: dict[Owner, list[int]] = {Owner.KV_CACHED: [], Owner.IN_FLIGHT: []}
         while freed < pages:
             victim = self._victims.pop(budgets)
             if victim is None:
                 break
-            share = victim.share
-            self.policy.evicted(victim, self._clock)
-            if isinstance(victim, AdapterNode):
-                victim.evictions += 1
-                self.evicted_adapters += 1
-                count = self._unload(victim)
-            else:
-                landed = self.is_landed(victim)
-                gone = self._cut(victim, min(pages - freed, budgets[share]))
-                count = len(gone)
-                share.evictable -= count
-                if landed:
-                    run += gone
-                else:
-                    flying += gone
+            most = min(pages - freed, budgets[victim.share])
+            count = self._expel(victim, most, self._evictable - freed, gone)
             freed += count
-            budgets[share] -= count
+            budgets[victim.share] -= count
             self._note(reason, victim, count)
-        self._free(run, Owner.KV_CACHED)
-        self._free(flying, Owner.IN_FLIGHT)
+        for owner, run in gone.items():
+            self._free(run, owner)
         self._evictable -= freed
         return freed
 
@@ -253,9 +241,16 @@ class TreePages:
         """Whether eviction takes all of a node or nothing: weights, and KV on its way here."""
         return node is node.adapter or (node.host is not None and not self.is_landed(node))
 
-    def coldest(self, limit: int) -> list[Node]:
-        """What eviction would take next, in order; looks at `limit` entries of that order."""
+    def coldest(self, limit: int) -> Iterator[Node]:
+        """What eviction would take next, in order; looks at `limit` entries of that order.
+
+        Lazy: what is on the device and who holds it must stay as it is meanwhile.
+        """
         return self._victims.coldest(limit)
+
+    def any_uncopied(self, limit: int) -> bool:
+        """Whether `coldest` may name a node without a host copy; False is certain, and cheap."""
+        return self._victims.any_uncopied(limit)
 
     def victim_order(self) -> Iterator[Entry]:
         """Entries of the victims in rising order; see `VictimHeap.order`."""
@@ -337,6 +332,23 @@ class TreePages:
         common.largest = max(common.largest, pages)
         if adapter.is_victim():
             self._victims.push(adapter)
+
+    def _expel(self, victim: Node, most: int, of: int, gone: dict[Owner, list[int]]) -> int:
+        """Take a popped victim off the device, of KV about `most` pages at its end; returns how
+        many. Pages of KV go to `gone` by owner; the caller frees them. `of`: pages that may leave.
+        """
+        held = len(victim.pages)
+        leaving = held if self.leaves_whole(victim) else min(held, most)
+        self.policy.evicted(victim, self._clock, leaving, of)
+        if isinstance(victim, AdapterNode):
+            victim.evictions += 1
+            self.evicted_adapters += 1
+            return self._unload(victim)
+        owner = self._owner(victim)
+        pages = self._cut(victim, most)
+        victim.share.evictable -= len(pages)
+        gone[owner] += pages
+        return len(pages)
 
     def _cut(self, victim: Node, wanted: int) -> list[int]:
         """Take up to `wanted` pages off the end of a popped victim; the caller frees and counts."""

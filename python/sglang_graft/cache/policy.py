@@ -46,8 +46,9 @@ class EvictionPolicy:
     def loaded(self, adapter: AdapterNode, clock: int) -> None:
         """An adapter got pages; nobody may have asked for it yet."""
 
-    def evicted(self, node: Node, clock: int) -> None:
-        """The node, or its end, is about to leave for want of room."""
+    def evicted(self, node: Node, clock: int, pages: int, of: int) -> None:
+        """The node, or its end, is about to leave for want of room: `pages` of it, while `of` pages
+        in all might leave."""
 
     def changed(self) -> bool:
         """Whether prices changed at large since the last call; asked before each eviction."""
@@ -67,4 +68,5 @@ class Lru(EvictionPolicy):
 
 def weight(node: Node) -> float:
     """What the adapter's priority multiplies the node's worth by; 1 at priority 0."""
-    return PRIORITY_WEIGHT**node.adapter.priority
+    priority = node.adapter.priority
+    return PRIORITY_WEIGHT**priority if priority else 1.0

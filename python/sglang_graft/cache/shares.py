@@ -178,13 +178,20 @@ class ShareVictims:
                 best = head
         return None if best is None else best[3].share.victims.pop()
 
-    def coldest(self, limit: int) -> list[Node]:
-        """The victims that leave next, in order; looks at `limit` entries. Floors do not count."""
+    def coldest(self, limit: int) -> Iterator[Node]:
+        """The victims that leave next, in order; looks at `limit` entries. Floors do not count.
+
+        Lazy: victims must stay as they are meanwhile.
+        """
         heads = [share.victims.coldest(limit) for share in self._shares]
         if len(heads) == 1:
             return heads[0]
         ordered = merge(*heads, key=lambda node: node.entry[:2] if node.entry else (0.0, 0))
-        return list(islice(ordered, limit))
+        return islice(ordered, limit)
+
+    def any_uncopied(self, limit: int) -> bool:
+        """Whether `coldest` may yield a node without a host copy; False is certain."""
+        return any(share.victims.any_uncopied(limit) for share in self._shares)
 
     def order(self) -> Iterator[Entry]:
         """Entries of all shares in rising order; see `VictimHeap.order`. Floors do not count."""

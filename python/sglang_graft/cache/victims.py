@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 
@@ -12,6 +13,9 @@ from sglang_graft.cache.policy import EvictionPolicy
 
 # Below this many dead entries a rebuild costs more than they do.
 _DEAD_KEPT = 64
+# The sorted front is filled by this many entries at a time, and cut to half when it has grown past.
+_REFILL = 32
+_FRONT_MOST = 512
 
 
 class VictimHeap:
@@ -24,30 +28,36 @@ class VictimHeap:
     back with their present value. Each push pays for one settlement, so a victim costs
     O(log n) at most.
 
-    Two places keep the order. Entries that come in rising order go to the lane, a queue: under LRU
-    that is nearly all of them, so a victim costs O(1) whatever the size of the tree. The others go
-    to the heap. The smaller of both heads is next.
+    Three places keep the order. The front is a short sorted list of the smallest entries: all that
+    is taken or looked at comes from it. Of the others, those that come in rising order go to the
+    lane, a queue: under LRU that is nearly all of them, so a victim costs O(1) whatever the size of
+    the tree. The rest goes to the heap. The front is filled from the smaller of their heads.
 
     An entry is dead when its node went away or was pushed anew. Dead entries are swept once they
-    outnumber the live ones, so both places never exceed twice the nodes plus a constant.
+    outnumber the live ones, so the places never exceed twice the nodes plus a constant.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
+        self._front: list[Entry] = []
         self._heap: list[Entry] = []
         self._lane: deque[Entry] = deque()
         self._pushes = 0
         self._dead = 0
 
     def __len__(self) -> int:
-        return len(self._heap) + len(self._lane)
+        return len(self._front) + len(self._heap) + len(self._lane)
 
     def push(self, node: Node) -> None:
         """Enter a node that became an evictable leaf; a node that has an entry keeps it."""
         if node.entry is not None:
             return
         entry = self._entry(node)
-        if not self._lane or self._lane[-1] < entry:
+        if self._front and entry < self._front[-1]:
+            insort(self._front, entry)
+            if len(self._front) > _FRONT_MOST:
+                self._shorten()
+        elif not self._lane or self._lane[-1] < entry:
             self._lane.append(entry)
         else:
             heapq.heappush(self._heap, entry)
@@ -57,19 +67,20 @@ class VictimHeap:
         head = self.head()
         if head is None:
             return None
-        self._take()
+        del self._front[0]
         node = head[3]
         node.entry = None
         return node
 
     def head(self) -> Entry | None:
         """The entry of the leaf that `pop` would return, which stays."""
-        while (entry := self._first()) is not None:
+        while self._front or self._fill(_REFILL):
+            entry = self._front[0]
             node = entry[3]
             live = node.entry is entry
             if live and node.is_victim() and self._policy.value(node) <= entry[0]:
                 return entry
-            self._take()
+            del self._front[0]
             if not live:
                 self._dead -= 1
                 continue
@@ -78,27 +89,35 @@ class VictimHeap:
                 self.push(node)
         return None
 
-    def coldest(self, limit: int) -> list[Node]:
+    def coldest(self, limit: int) -> Iterator[Node]:
         """The victims that `pop` would yield next, in order, without taking them.
 
-        Looks at the `limit` smallest entries; used or dead ones among them are left out. O(limit
-        log limit).
+        Looks at the `limit` smallest entries; used or dead ones among them are left out. O(1) each,
+        but for entries that come to the front for the first time. Lazy: victims must stay as they
+        are meanwhile.
         """
-        order = heapq.merge(self._lane, self._heap_order())
-        return [
-            entry[3]
-            for entry in itertools.islice(order, limit)
-            if entry[3].entry is entry
-            and entry[3].is_victim()
-            and self._policy.value(entry[3]) <= entry[0]
-        ]
+        self._fill(limit)
+        value = self._policy.value
+        for entry in itertools.islice(self._front, limit):
+            node = entry[3]
+            # The first two say what `is_victim` would, at less than half its price.
+            if node.lock or node.device_children or node.entry is not entry:
+                continue
+            if node.pages and value(node) <= entry[0]:
+                yield node
+
+    def any_uncopied(self, limit: int) -> bool:
+        """Whether `coldest` may yield a node without a host copy; False is certain."""
+        self._fill(limit)
+        return any(entry[3].host is None for entry in self._front[:limit])
 
     def order(self) -> Iterator[Entry]:
         """Live entries in rising order, by the values that they were pushed with.
 
         Lazy: each one costs O(log of those before it). The heap must stay as it is meanwhile.
         """
-        for entry in heapq.merge(self._lane, self._heap_order()):
+        behind = heapq.merge(self._lane, self._heap_order())
+        for entry in itertools.chain(self._front, behind):
             if entry[3].entry is entry:
                 yield entry
 
@@ -113,20 +132,23 @@ class VictimHeap:
                 if child < len(heap):
                     heapq.heappush(frontier, (heap[child], child))
 
-    def _first(self) -> Entry | None:
-        """The smallest entry, live or dead."""
-        heap, lane = self._heap, self._lane
-        if lane and not (heap and heap[0] < lane[0]):
-            return lane[0]
-        return heap[0] if heap else None
+    def _fill(self, count: int) -> bool:
+        """Bring the front to `count` entries if there are as many; whether it has any."""
+        front, heap, lane = self._front, self._heap, self._lane
+        while len(front) < count:
+            if lane and not (heap and heap[0] < lane[0]):
+                front.append(lane.popleft())
+            elif heap:
+                front.append(heapq.heappop(heap))
+            else:
+                break
+        return bool(front)
 
-    def _take(self) -> None:
-        """Remove the smallest entry."""
-        heap, lane = self._heap, self._lane
-        if lane and not (heap and heap[0] < lane[0]):
-            lane.popleft()
-        else:
-            heapq.heappop(heap)
+    def _shorten(self) -> None:
+        """Send the later half of the front back to the heap."""
+        for entry in self._front[_FRONT_MOST // 2 :]:
+            heapq.heappush(self._heap, entry)
+        del self._front[_FRONT_MOST // 2 :]
 
     def forget(self, node: Node) -> None:
         """The node leaves the tree by another way than `pop`."""
@@ -144,26 +166,31 @@ class VictimHeap:
 
     def reprice(self) -> None:
         """Take every value anew. O(n)."""
-        nodes = [entry[3] for entry in self._live()]
+        nodes = self.nodes()
         self._dead = 0
         self._lane = deque(sorted(self._entry(node) for node in nodes))
-        self._heap = []
+        self._front, self._heap = [], []
 
     def clear(self) -> None:
         """Drop every entry, live or dead."""
-        for entry in (*self._heap, *self._lane):
+        for entry in self._all():
             entry[3].entry = None
+        self._front.clear()
         self._heap.clear()
         self._lane.clear()
         self._dead = 0
 
     def check_invariants(self) -> None:
-        """Heap order, one live entry a node, the count of dead ones, no value above its node's."""
-        heap, lane = self._heap, list(self._lane)
+        """Order in each place, one live entry a node, the count of dead ones, no value above its
+        node's."""
+        front, heap, lane = self._front, self._heap, list(self._lane)
         for place in range(1, len(heap)):
             assert heap[(place - 1) // 2] < heap[place], f"victim heap out of order at {place}"
-        for place in range(1, len(lane)):
-            assert lane[place - 1] < lane[place], f"victim lane out of order at {place}"
+        for name, row in (("front", front), ("lane", lane)):
+            for place in range(1, len(row)):
+                assert row[place - 1] < row[place], f"victim {name} out of order at {place}"
+        for behind in (heap[:1], lane[:1]):
+            assert not front or not behind or front[-1] < behind[0], "the front is not the smallest"
         live = self._live()
         dead = len(self) - len(live)
         assert dead == self._dead, f"victims: {dead} dead entries, the counter says {self._dead}"
@@ -180,8 +207,11 @@ class VictimHeap:
         """The nodes with a live entry. O(n), for checks."""
         return [entry[3] for entry in self._live()]
 
+    def _all(self) -> Iterator[Entry]:
+        return itertools.chain(self._front, self._heap, self._lane)
+
     def _live(self) -> list[Entry]:
-        return [entry for entry in (*self._heap, *self._lane) if entry[3].entry is entry]
+        return [entry for entry in self._all() if entry[3].entry is entry]
 
     def _entry(self, node: Node) -> Entry:
         self._pushes += 1
@@ -190,6 +220,7 @@ class VictimHeap:
         return entry
 
     def _sweep(self) -> None:
+        self._front = [entry for entry in self._front if entry[3].entry is entry]
         self._heap = [entry for entry in self._heap if entry[3].entry is entry]
         heapq.heapify(self._heap)
         self._lane = deque(entry for entry in self._lane if entry[3].entry is entry)

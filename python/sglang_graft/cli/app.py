@@ -125,6 +125,9 @@ def replay(  # noqa: PLR0913 (typer: an option is a parameter)
     ] = True,
     host_tier: Annotated[bool, typer.Option(help="--no-host-tier is --host-gb 0.")] = True,
     prefetch: Annotated[bool, typer.Option(help="Loads start when a request comes.")] = True,
+    idle_promotion: Annotated[
+        bool, typer.Option(help="Copies into free pages while nobody waits.")
+    ] = False,
     optimum: Annotated[bool, typer.Option(help="Also the lower bound.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw cost over budget.")] = None,
@@ -138,6 +141,7 @@ def replay(  # noqa: PLR0913 (typer: an option is a parameter)
         host_gb=host_gb if host_tier else 0.0,
         prefetch=prefetch,
         dependency_rule=dependency_rule,
+        idle_promotion=idle_promotion,
         optimum=optimum,
     )
     try:

@@ -127,11 +127,10 @@ class PageLedger:
         assert min(pages) > 0, f"page {min(pages)} is no page of {owner.name}"
         assert max(pages) < self.pages, f"page {max(pages)} is outside of 1..{self.pages - 1}"
         assert len(set(pages)) == len(pages), f"a page is named twice in {list(pages)}"
-        owners, value = self._owners, int(owner)
-        for page in pages:
-            assert owners[page] == value, (
-                f"page {page} is {self.owner_of(page).name}, not {owner.name}"
-            )
+        held = bytes(map(self._owners.__getitem__, pages))
+        if held.count(owner) != len(held):
+            page = next(page for page in pages if self._owners[page] != owner)
+            raise AssertionError(f"page {page} is {self.owner_of(page).name}, not {owner.name}")
 
     def _assign(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
         owners, value = self._owners, int(target)

@@ -27,6 +27,7 @@ class Options:
     host_gb: float = DEFAULT_HOST_GB
     prefetch: bool = True
     dependency_rule: bool = True
+    idle_promotion: bool = False
     optimum: bool = True
     check: bool = False
     sizes: Sizes = field(default_factory=Sizes)
@@ -71,6 +72,7 @@ class Bench:
             self.host_pages,
             prefetch=self.options.prefetch,
             dependency_rule=self.options.dependency_rule,
+            idle_promotion=self.options.idle_promotion,
             check=self.options.check,
         )
         run.run()
@@ -127,6 +129,7 @@ def compare(
                 "seed": seed,
                 "dependency_rule": options.dependency_rule,
                 "prefetch": options.prefetch,
+                "idle_promotion": options.idle_promotion,
                 "adapters": len(trace.workload.adapters),
                 "held_share": max(ready.plan.held) / ready.server.pages,
                 **summary(run.totals, run.ttft_s),

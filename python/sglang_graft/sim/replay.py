@@ -50,6 +50,8 @@ class Totals:
     disk_bytes: int = 0
     stored_bytes: int = 0
     """Written back to the host."""
+    idle_bytes: int = 0
+    """Copied to the device while nobody waited; no part of the cost, as nobody waits for them."""
     invalid_kv_pages: int = 0
     """Cached KV without its adapter, summed over admissions; 0 with the dependency rule."""
     sampled_kv_pages: int = 0
@@ -93,6 +95,7 @@ class Replay:
     prefetch: bool = True
     dependency_rule: bool = True
     """False: weights leave whatever KV they have, which stays and is invalid meanwhile."""
+    idle_promotion: bool = False
     check: bool = False
     totals: Totals = field(default_factory=Totals)
     ttft_s: list[float] = field(default_factory=list)
@@ -133,12 +136,15 @@ class Replay:
     def run(self) -> Totals:
         """Play every event."""
         self.ttft_s = [0.0] * len(self.trace.demands)
-        for event in self.plan.events:
+        idle_until = self._nobody_waits_until() if self.idle_promotion else []
+        for place, event in enumerate(self.plan.events):
             if event.admitted:
                 service = self._admit(event.request)
                 self._time(event.request, service)
             else:
                 self._end(event.request)
+            if self.idle_promotion:
+                self._promote_idle(event.at_s, idle_until[place])
             if self.check:
                 self.tree.check_invariants()
                 self.ledger.check_invariants()
@@ -177,6 +183,26 @@ class Replay:
         if not self.dependency_rule:
             self._sample()
         return service
+
+    def _promote_idle(self, now: float, until: float) -> None:
+        """While the link is free and nobody waits."""
+        page_s = self.rates.load_seconds(self.trace.sizes.page_bytes)
+        start = max(now, self._link_at)
+        most = int((until - start) / page_s)
+        if most > 0:
+            pages = self.tiers.promote_idle(most)
+            self._link_at = start + pages * page_s
+            self.totals.idle_bytes += pages * self.trace.sizes.page_bytes
+
+    def _nobody_waits_until(self) -> list[float]:
+        """For each event: when the next one is, or a request comes (or has come) before it."""
+        events, found = self.plan.events, []
+        ready = 0.0  # behind the last event there is nothing to do
+        for event, after in zip(reversed(events), (events[-1], *reversed(events)), strict=False):
+            found.append(min(ready, after.at_s))
+            if event.admitted:
+                ready = self.plan.ready_s[event.request]
+        return found[::-1]
 
     def _landed(self, space: AdapterNode, tokens: array[int]) -> list[Node]:
         """The nodes of the prefix that the device has before anything is brought."""

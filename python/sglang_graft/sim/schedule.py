@@ -30,10 +30,11 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A request is admitted, or ends."""
+    """A request is admitted, or ends, at `at_s` with a warm cache."""
 
     request: int
     admitted: bool
+    at_s: float
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ def schedule(trace: Trace, server: Server) -> Schedule:
             heapq.heappop(clock.waiting)
             held.add(demand)
             found.ready_s[index] = ready
-            found.events.append(Event(index, True))
+            found.events.append(Event(index, True, now))
             found.held.append(held.pages)
             free_at = now + _warm_prefill(demand, known, server.rates, trace.sizes.page_tokens)
             found.first_s[index] = free_at
@@ -139,7 +140,7 @@ def _end_one(trace: Trace, clock: _Clock, held: Held, found: Schedule) -> float:
     """End the next running request; returns when."""
     end, index = heapq.heappop(clock.running)
     held.remove(trace.demands[index])
-    found.events.append(Event(index, False))
+    found.events.append(Event(index, False, end))
     for turn in clock.next_turns.get(index, ()):
         heapq.heappush(clock.waiting, (end + trace.workload.requests[turn].think_s, turn))
     return end

@@ -14,6 +14,7 @@ from sglang_graft.cache import AdapterNode, Node, Rates, State, UnifiedTree
 from sglang_graft.pool.ledger import Owner
 from sglang_graft.tiers.copies import Way
 from sglang_graft.tiers.counters import Counters
+from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import Images
 from sglang_graft.tiers.prefetch import Prefetch, Wish
 from sglang_graft.tiers.transfers import Transfers
@@ -46,6 +47,9 @@ class Tiers(Protocol):
     def step(self, pages: int) -> None:
         """After `pages` were taken or came free to leave: copies of what will leave soon."""
 
+    def promote_idle(self, pages: int) -> int:
+        """Nobody waits: bring back about `pages` pages that have room; returns how many."""
+
     def check_invariants(self) -> None:
         """Assert that the host's pages add up."""
 
@@ -68,6 +72,10 @@ class DeviceAlone:
 
     def step(self, pages: int) -> None:
         """There is nothing to copy to."""
+
+    def promote_idle(self, pages: int) -> int:
+        """There is nothing to copy from."""
+        return 0
 
     def check_invariants(self) -> None:
         """There are no host pages."""
@@ -142,6 +150,7 @@ class ThreeTiers:
             ahead=ahead,
             under_way=ahead,
         )
+        self._idle = IdlePromotion(tree, cast("Transfers", instant), counters)
         self._ahead, self._due = ahead, 0
 
     def bring(self, key: str, adapter: AdapterNode, tokens: array[int]) -> None:
@@ -154,18 +163,21 @@ class ThreeTiers:
         raise AssertionError(f"request {key} does not start after {_PASSES} passes")
 
     def step(self, pages: int) -> None:
-        """See Tiers. A server makes many passes for each request, so they go on to the end.
-
-        The end is at the latest when all that is about to leave was copied once: where the host
-        has no room for it, copies displace each other without end.
-        """
+        """See Tiers. A pass copies all that is about to leave, where the host has room for it."""
         self._due += pages
         if self._due >= self._ahead // _PASSES_AHEAD:
             self._due = 0
-            before, most = -1, self.moved.stored + self._ahead
-            while before < self.moved.stored <= most:
-                before = self.moved.stored
-                self._write_back.run()
+            self._write_back.run()
+
+    def promote_idle(self, pages: int) -> int:
+        """See Tiers."""
+        before = start = self.moved.weights + self.moved.kv
+        while True:
+            self._idle.run()
+            now = self.moved.weights + self.moved.kv
+            if now == before or now - start >= pages:
+                return now - start
+            before = now
 
     def check_invariants(self) -> None:
         """See Tiers."""

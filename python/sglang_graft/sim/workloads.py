@@ -36,10 +36,11 @@ class Segment:
     def tokens(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Its token ids `[length]` int64, in FIRST_TOKEN .. SMALLEST_VOCABULARY - 1."""
         start = self.key * 7919 % (len(_FILLER) // 2)
-        found = np.resize(_FILLER[start : start + self.length], self.length)
-        digits = [self.key // _BASE**place % _BASE for place in range(_DIGITS)]
-        count = min(_DIGITS, self.length)
-        found[:count] = np.array(digits[:count]) + FIRST_TOKEN
+        found = _FILLER[start : start + self.length].copy()
+        if len(found) < self.length:
+            found = np.resize(found, self.length)
+        for place in range(min(_DIGITS, self.length)):
+            found[place] = self.key // _BASE**place % _BASE + FIRST_TOKEN
         return found
 
 

@@ -29,6 +29,8 @@ class IdlePromotion:
         """One pass without waiting requests."""
         if self.transfers.pages_under_way(Way.LOAD) >= self.under_way:
             return
+        if self.tree.ledger.free <= self.tree.ledger.reserve:
+            return  # the usual case: what has left is asked for again before it comes back
         for node in self._candidates():
             assert node.host is not None, f"node {node.serial} has no host copy to promote"
             pages = len(node.host.pages)

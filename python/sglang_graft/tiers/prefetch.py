@@ -12,12 +12,13 @@ from __future__ import annotations
 import enum
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from sglang_graft.cache import AdapterNode, Node, State, UnifiedTree
+from sglang_graft.cache.runs import TOKEN_BYTES
 from sglang_graft.cache.shares import Share
 from sglang_graft.tiers.counters import Counters
 from sglang_graft.tiers.images import Images
@@ -188,8 +189,9 @@ class Prefetch:
         if not host.is_readable(node):
             return Need.DISK
         left, share = node.left, wish.share
-        load = partial(self.tree.load, node, use_reserve=False, share=share)
-        if not self._with_wanted_held(wish, load):
+        with self._wanted_held(wish):
+            pages = self.tree.load(node, use_reserve=False, share=share)
+        if pages is None:
             capped = share is not None and share.over_cap(node.weight_pages) > 0
             return Need.CAP if capped else Need.ROOM
         self.transfers.load(node)
@@ -200,19 +202,32 @@ class Prefetch:
         """Promote what is worth it; whether KV of this wish is on its way."""
         state = self._states[wish.key]
         hurry = state.overtaken >= self.patience
-        begun, depth, tried = False, 0, False
-        for node in self.tree.peek(wish.node, wish.tokens, salt=wish.salt):
-            tokens = len(node.key) // 8
+        begun, depth, missing = False, 0, False
+        path = self.tree.peek(wish.node, wish.tokens, salt=wish.salt)
+        for place, node in enumerate(path):
             if not node.pages:
-                if hurry or not self.host_kv or state.promotions >= PROMOTIONS:
-                    break
-                tried = True
-                if not self._is_worth(node, tokens, depth) or not self._promote(wish, node):
-                    break
+                missing = not hurry and self.host_kv and state.promotions < PROMOTIONS
+                if missing:
+                    begun |= self._promote_worthy(wish, path[place:], depth)
+                break
             begun |= not self.tree.is_landed(node)
-            depth += tokens
-        state.promotions += tried
+            depth += len(node.key) // TOKEN_BYTES
+        state.promotions += missing
         return begun and not hurry
+
+    def _promote_worthy(self, wish: Wish, path: Sequence[Node], depth: int) -> bool:
+        """Promote from the top of `path`, which starts `depth` tokens down, what is cheaper to copy
+        than to compute and finds room; whether any of it is on its way."""
+        begun = False
+        # Held once for all: what is promoted meanwhile is on this path, which `promote` holds.
+        with self._wanted_held(wish):
+            for node in path:
+                tokens = len(node.key) // TOKEN_BYTES
+                if not self._is_worth(node, tokens, depth) or not self._promote(node):
+                    break
+                begun |= not self.tree.is_landed(node)
+                depth += tokens
+        return begun
 
     def _is_worth(self, node: Node, tokens: int, depth: int) -> bool:
         host = self.tree.host
@@ -221,23 +236,26 @@ class Prefetch:
         nbytes = tokens // self.tree.page_tokens * self.page_bytes
         return self.rates.load_seconds(nbytes) < self.rates.prefill_seconds(tokens, depth)
 
-    def _promote(self, wish: Wish, node: Node) -> bool:
+    def _promote(self, node: Node) -> bool:
         left = node.left
-        if not self._with_wanted_held(wish, lambda: self.tree.promote(node, use_reserve=False)):
+        if self.tree.promote(node, use_reserve=False) is None:
             return False
         self.transfers.load(node)
         self._count_move(node, left, promotions=1)
         return True
 
-    def _with_wanted_held(self, wish: Wish, take: Callable[[], list[int] | None]) -> bool:
-        """Take pages, but none that another waiting request wants, unless this one is overdue."""
+    @contextmanager
+    def _wanted_held(self, wish: Wish) -> Iterator[None]:
+        """What is taken meanwhile is nothing that another waiting request wants, unless this one is
+        overdue."""
         held = [] if self._is_overdue(wish) else self._wanted()
         for node in held:
             self.tree.lock(node)
-        pages = take()
-        for node in held:
-            self.tree.unlock(node)
-        return pages is not None
+        try:
+            yield
+        finally:
+            for node in held:
+                self.tree.unlock(node)
 
     def _wanted(self) -> list[Node]:
         """The last device node of every wish ahead."""
@@ -296,7 +314,7 @@ class Prefetch:
             where = "hits_host" if node.host is not None else "hits_disk"
         tokens = {True: 0, False: 0}
         for found in self.tree.peek(node, wish.tokens, salt=wish.salt):
-            tokens[bool(found.pages)] += len(found.key) // 8
+            tokens[bool(found.pages)] += len(found.key) // TOKEN_BYTES
         known = min(tokens[True] + tokens[False], len(wish.tokens))
         device = min(tokens[True], known)
         self._add(

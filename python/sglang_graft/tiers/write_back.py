@@ -40,10 +40,13 @@ class WriteBack:
         host = self.tree.host
         assert host is not None, "write-back needs a host tier"
         busy, seen = self.transfers.pages_under_way(Way.STORE), 0
-        if busy >= self.under_way:
+        # Most passes end here: all that is about to leave was copied before.
+        if busy >= self.under_way or not self.tree.any_uncopied(LOOKED_AT):
             return
         for victim in self.tree.coldest(LOOKED_AT):
             seen += len(victim.pages)
+            if victim.host is not None:
+                continue  # so has all that is above it
             for node in _uncopied(self.tree, victim):
                 room = host.ledger.free >= len(node.pages)
                 if busy and busy + len(node.pages) > self.under_way:

@@ -29,26 +29,26 @@ def weights() -> AdapterNode:
 
 
 def test_kv_costs_its_prefill_at_its_depth() -> None:
-    assert PRICES.seconds_per_page(kv()) == 2 * 3 + 2 * 1  # half of each pair counts
-    assert PRICES.seconds_per_page(kv(start=2)) == 2 * 3 + 2 * (4 + 1)
-    assert PRICES.seconds_per_page(kv(pages=2)) == (4 * 3 + 4 * 2) / 2
+    assert PRICES.of(kv()).device == 2 * 3 + 2 * 1  # half of each pair counts
+    assert PRICES.of(kv(start=2)).device == 2 * 3 + 2 * (4 + 1)
+    assert PRICES.of(kv(pages=2)).device == (4 * 3 + 4 * 2) / 2
 
 
 def test_weights_cost_a_read_and_a_copy() -> None:
-    assert PRICES.seconds_per_page(weights()) == 4 + 1
+    assert PRICES.of(weights()).device == 4 + 1
 
 
 @pytest.mark.parametrize(("node", "saved"), [(kv(), 8 - 1), (weights(), 4)])
 def test_a_host_tier_leaves_the_copy_to_pay_and_is_worth_the_rest(node: Node, saved: float) -> None:
     prices = replace(PRICES, host_tier=True)
-    assert prices.seconds_per_page(node) == 1
-    assert prices.host_seconds_per_page(node) == saved
+    assert prices.of(node).device == 1
+    assert prices.of(node).host == saved
 
 
 def test_a_copy_slower_than_prefill_is_worth_next_to_nothing() -> None:
     slow = replace(PRICES, page_bytes=800, host_tier=True)
-    assert slow.seconds_per_page(kv()) == 8
-    assert 0 < slow.host_seconds_per_page(kv()) < 1e-9
+    assert slow.of(kv()).device == 8
+    assert 0 < slow.of(kv()).host < 1e-9
 
 
 def test_a_node_lives_for_its_uses_times_its_price() -> None:
@@ -57,7 +57,7 @@ def test_a_node_lives_for_its_uses_times_its_price() -> None:
     policy.used(node, 1, again=False)
     assert policy.value(node) == 100 + 8
     policy.used(node, 2, again=False)
-    assert policy.value(node) == 100 + 2 * 8
+    assert policy.value(node) == 100 + 1.5 * 8
 
 
 def test_counts_fall_by_one_each_price_and_stay_in_their_bounds() -> None:
@@ -85,12 +85,27 @@ def test_a_next_turn_refreshes_but_does_not_count() -> None:
     assert node.uses == 1.0
 
 
-def test_the_level_rises_to_what_left_and_never_falls() -> None:
+def test_the_level_rises_by_a_price_each_time_the_pool_turns_over() -> None:
     policy = Cost(PRICES)
-    policy.evicted(kv(), 1)
+    for _ in range(4):
+        policy.evicted(kv(), 1, 1, 4)
     assert policy.level == 8
-    policy.evicted(weights(), 2)
-    assert policy.level == 8
+    policy.evicted(weights(), 2, 2, 4)
+    assert policy.level == 8 + 5 / 2
+
+
+def test_with_equal_prices_the_least_recently_used_leaves_first(run) -> None:
+    tree = UnifiedTree(PageLedger(9), page_tokens=2, policy=Cost(PRICES, most_uses=1))
+    adapters = [tree.add_adapter(name, 1) for name in "abcdefgh"]
+    for adapter in adapters:
+        tree.load(adapter)
+        tree.loaded(adapter)
+    tree.evict(1)  # raises the level: uses before and after it differ
+    for place in (2, 5, 1, 6):
+        tree.use(adapters[place])
+        tree.evict(1)
+    left = sorted((a for a in adapters if not a.pages), key=lambda a: (a.left, a.serial))
+    assert [a.identity for a in left] == ["a", "b", "d", "e", "h"]
 
 
 def test_a_load_makes_weights_young_without_a_use() -> None:
@@ -112,7 +127,7 @@ def test_a_loaded_adapter_outlives_an_equal_one_that_came_before(run) -> None:
 
 
 def test_often_asked_weights_outlive_kv_that_nobody_asks_again() -> None:
-    tree = UnifiedTree(PageLedger(8), page_tokens=2, policy=Cost(PRICES))
+    tree = UnifiedTree(PageLedger(8), page_tokens=2, policy=Cost(PRICES, most_uses=2))
     adapter = tree.add_adapter("a", 1)
     tree.load(adapter)
     tree.loaded(adapter)
@@ -166,3 +181,14 @@ def test_a_priority_multiplies_the_price_and_slows_ageing() -> None:
             before = policy.value(dear)
             policy.used(dear, 2, again=again)
             assert policy.value(dear) >= before, "a use lowered a value"
+
+
+def test_rounding_lowers_no_value() -> None:
+    policy, node = Cost(PRICES, most_uses=4), kv()
+    for turn in range(3000):
+        policy.used(node, turn, again=turn % 4 > 0)
+        before, host = policy.value(node), policy.host_value(node)
+        policy.level += 0.1 * (turn % 7) / 3
+        policy.used(node, turn, again=True)
+        assert policy.value(node) >= before
+        assert policy.host_value(node) >= host

@@ -3,6 +3,7 @@
 import pytest
 
 from sglang_graft.cache import AdapterNode, Lru, Node, UnifiedTree, make_policy
+from sglang_graft.cache.node import HostCopy
 from sglang_graft.cache.victims import VictimHeap
 from sglang_graft.pool.ledger import Owner, PageLedger
 
@@ -152,3 +153,35 @@ def test_entries_in_rising_order_cost_no_heap_work_and_all_come_in_order() -> No
     heap = filled(*(leaf(serial, used) for serial, used in enumerate((1, 2, 5, 3, 4, 6))))
     assert (len(heap._lane), len(heap._heap)) == (4, 2)
     assert serials(heap) == [0, 1, 3, 4, 2, 5]
+
+
+def test_the_front_stays_the_smallest_part_of_a_large_order() -> None:
+    heap = VictimHeap(Lru())
+    numbers = [(serial * 7919) % 2003 for serial in range(2003)]
+    nodes = {number: leaf(serial + 1, number) for serial, number in enumerate(numbers)}
+    for number in numbers[:1500]:
+        heap.push(nodes[number])
+    assert [n.last_use for n in heap.coldest(200)] == sorted(numbers[:1500])[:200]
+    heap.check_invariants()
+    for number in numbers[1500:]:  # many of these belong into the front, more than it keeps
+        heap.push(nodes[number])
+        nodes[number].pages = [1]
+    for number in range(600, 0, -1):
+        extra = leaf(3000 + number, -number)
+        heap.push(extra)
+    heap.check_invariants()
+    assert [n.last_use for n in heap.coldest(700)] == [*range(-600, 0), *range(100)]
+    assert [e[3].last_use for e in heap.order()] == [*range(-600, 0), *range(2003)]
+    found = []
+    while (node := heap.pop()) is not None:
+        found.append(node.last_use)
+    assert found == [*range(-600, 0), *range(2003)]
+
+
+def test_a_node_without_a_host_copy_is_seen_among_the_next() -> None:
+    nodes = [leaf(serial, serial) for serial in range(1, 10)]
+    for node in nodes[:5]:
+        node.host = HostCopy([node.serial])
+    heap = filled(*nodes)
+    assert not heap.any_uncopied(5)
+    assert heap.any_uncopied(6)

@@ -8,7 +8,7 @@ from helpers_sim import OPTIONS, RATES, asked, tiny
 from sglang_graft.sim.compare import Bench, Options, bench, compare
 from sglang_graft.sim.replay import Replay
 from sglang_graft.sim.schedule import Server, schedule
-from sglang_graft.sim.workloads import Request, Size
+from sglang_graft.sim.workloads import Request, Segment, Size
 
 POLICIES = ("cost", "elora", "lru")
 FIRST = 4 + 1 + (4 * 3 + 4 * 2)  # read, copy and compute 4 tokens
@@ -78,6 +78,26 @@ def test_prefetch_takes_the_copy_out_of_the_wait() -> None:
     behind.options = replace(behind.options, prefetch=False)
     assert ahead.replay("lru").ttft_s == [25, 25 + 20 - 1]
     assert behind.replay("lru").ttft_s == [25, 25 + 5 + 20 - 1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_idle_promotion_brings_back_what_has_room(policy: str) -> None:
+    # The second request leaves a free page: its answer's only token fills no page.
+    short = Request(1, asked(1, 0, 4, output=5).prompt, Segment(5, 1, generated=True), 1000)
+    b = ready([BETWEEN[0], short, BETWEEN[2]], 4, host_pages=20)
+    without = b.replay(policy)
+    b.options = replace(b.options, idle_promotion=True)
+    found = b.replay(policy)
+    assert (without.totals.idle_bytes, found.totals.idle_bytes) == (0, 8)
+    assert found.totals.cost_seconds == without.totals.cost_seconds - 1
+    assert found.ttft_s == [*without.ttft_s[:2], without.ttft_s[2] - 1]
+
+
+def test_nothing_is_promoted_while_a_request_waits() -> None:
+    short = Request(1, asked(1, 0, 4, output=5).prompt, Segment(5, 1, generated=True), 1)
+    b = ready([BETWEEN[0], short, asked(0, 2, 1, output=6)], 4, host_pages=20)
+    b.options = replace(b.options, idle_promotion=True)
+    assert b.replay("lru").totals.idle_bytes == 0
 
 
 def test_the_schedule_is_one_for_all_and_counts_shared_pages_once() -> None:

@@ -30,7 +30,7 @@ def test_only_what_is_about_to_leave_is_copied_to_a_full_host() -> None:
     world.settle()
     assert world.tree.base.host_kv_pages <= 4
     copied = [node for node in world.tree.coldest(10) if node.host]
-    assert copied == world.tree.coldest(10)[: len(copied)], "the coldest ones have the copies"
+    assert copied == list(world.tree.coldest(10))[: len(copied)], "the coldest ones have the copies"
     world.check()
 
 
