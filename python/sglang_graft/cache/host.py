@@ -184,48 +184,71 @@ class HostTier:
         worth = -math.inf if force else self._policy.host_value(node)
         # The copy above on the path has nothing below it yet, and must not make room for it.
         kept = {*spare, node.serial, node.parent.serial if node.parent else node.serial}
-        twice = self._choose_twice(self._kv_twice, missing, worth, kept)
+        gone: set[int] = set()
+        twice = self._choose_twice(self._kv_twice, missing, worth, kept, gone)
         missing -= _pages_of(twice)
         only, passed = self._choose_only(missing, math.inf if force else worth, kept)
         missing -= _pages_of(only)
+        last: list[Node] = []
         if force:
-            images = self._choose_twice(self._images_twice, missing, worth, kept)
-            missing -= _pages_of(images)
-            twice += images
+            gone.update(victim.serial for victim in only)
+            for copies in (self._kv_twice, self._images_twice):
+                more = self._choose_twice(copies, missing, worth, kept, gone)
+                missing -= _pages_of(more)
+                last += more
         if missing <= 0:
             for victim in twice:
                 self.release(victim)
             for victim in only:
                 self._drop(victim)
+            for victim in last:
+                self.release(victim)
         for other in passed:
             if other.is_host_victim():
                 self._push(other)
         return missing <= 0
 
     def _choose_twice(
-        self, twice: dict[int, Node], wanted: int, worth: float, kept: Collection[int]
+        self,
+        twice: dict[int, Node],
+        wanted: int,
+        worth: float,
+        kept: Collection[int],
+        gone: set[int],
     ) -> list[Node]:
-        """Copies to drop of what is on the device too, the latest used first."""
+        """Copies to drop of what is on the device too, the latest used first; added to `gone`.
+
+        A copy whose children's copies are gone may go after them. Whoever takes whatever can go
+        (`worth` of minus infinity) has all looked at: else nothing might ever find room.
+        """
+        most = None if worth == -math.inf else _LOOKED_AT
         freed, chosen = 0, []
-        for node in itertools.islice(reversed(twice.values()), _LOOKED_AT):
-            if freed >= wanted:
-                break
-            if (
-                self._policy.host_value(node) > worth
+        for start in itertools.islice(reversed(twice.values()), most):
+            node: Node | None = start
+            while (
+                freed < wanted
+                and node is not None
+                and node.serial in twice
                 and node.serial not in kept
-                and self._is_end(node)
+                and node.serial not in gone
+                and self._policy.host_value(node) > worth
+                and self._is_end(node, gone)
             ):
                 chosen.append(node)
+                gone.add(node.serial)
                 freed += _pages_of([node])
+                node = node.parent
+            if freed >= wanted:
+                break
         return chosen
 
-    def _is_end(self, node: Node) -> bool:
-        """Whether its copy is in nobody's use and no child's copy continues it."""
+    def _is_end(self, node: Node, gone: Collection[int]) -> bool:
+        """Whether its copy is in nobody's use and no child's copy continues it, but for `gone`."""
         if not self._is_idle(node):
             return False
         if node is not node.adapter:
             for child in node.children.values():
-                if child.host is not None:
+                if child.host is not None and child.serial not in gone:
                     return False
         return True
 

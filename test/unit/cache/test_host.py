@@ -317,6 +317,35 @@ def test_a_chain_of_only_copies_leaves_from_its_end_for_an_image(pool: Pool) -> 
     pool.check()
 
 
+@pytest.mark.parametrize("order", ["top-down", "bottom-up"])
+def test_a_chain_of_copies_of_kv_on_both_sides_leaves_for_an_image(pool: Pool, order: str) -> None:
+    path = [pool.put(text) for text in ("ab", "abcde", "abcdefghij")]
+    for node in path:
+        assert pool.copy(node)
+    if order == "bottom-up":
+        pool.cached("ab")  # the end of the path is the last in the order of use
+    pool.check()
+    adapter = pool.image("x", 9)
+    assert adapter.host is not None
+    assert [node.host for node in path] == [None] * 3
+    assert pool.cached("abcdefghij") == 10, "what is on the device stays"
+    pool.check()
+
+
+def test_copies_above_an_only_copy_leave_for_an_image(pool: Pool) -> None:
+    top = pool.put("abcd")
+    pool.copy(top)
+    end = pool.put("abcdefgh")
+    pool.copy(end)
+    assert pool.tree.evict(4) == 4
+    assert (bool(top.pages), bool(end.pages)) == (True, False)
+    adapter = pool.image("x", 10)
+    assert adapter.host is not None
+    assert top.host is None
+    assert pool.cached("abcdefgh") == 4
+    pool.check()
+
+
 class BySize(Lru):
     """Large nodes are worth more."""
 
