@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import tenant_world
 import tiny_model
+from adapter_root import put
+from documents import blocks, run_as_written
 from harness import STRICT, Request, Server, greedy, serve, wait_until
 from lifecycle import Stream
 from openai import OpenAI, PermissionDeniedError, RateLimitError
@@ -390,3 +392,33 @@ def test_a_changed_file_counts_at_once_and_a_bad_one_changes_nothing(
     shown = json.dumps(tenants(ask))
     assert not [key for key in world.keys.values() if key in shown]
     assert "sha256" not in shown
+
+
+def test_the_lines_of_the_documents_run_as_written(
+    server: Server,
+    ask: dict[str, Server],
+    world: World,
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    put(folders["b/main"].parents[1] / "legal/contracts", folders["b/main"])
+    (file,) = blocks("docs/tenants.md", "yaml")
+    commands, start, requests = blocks("docs/tenants.md")
+    (tmp_path / "tenants.yaml").write_text(file)
+    printed = run_as_written(server, commands, tmp_path)
+    assert "legal-team" in printed
+    assert "--graft-tenants" in start, "test_docs.py looks at its flags; this server has them"
+    changes = tenants(ask)["changes"]
+    try:
+        (tmp_path / "tenants.yaml").replace(world.path)
+        wait_until(lambda: tenants(ask)["changes"] > changes)
+        wait_until(lambda: "legal/contracts" in ask["admin"].get("/v1/models").text)
+        # The first hash of the file is that of "foo".
+        hosts, keys = ["localhost:30000"], {"KEY": "foo", "ADMIN_KEY": ADMIN_KEY}
+        printed = run_as_written(server, requests, tmp_path, hosts=hosts, **keys)
+        assert printed.count('"model":"legal/contracts"') == 1, printed
+        assert printed.count('"legal-team"') == 1, printed
+        assert "a/x0" not in printed, "the tenant sees its own models"
+    finally:
+        world.write()
+        wait_until(lambda: "legal-team" not in tenants(ask)["tenants"])
