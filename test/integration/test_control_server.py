@@ -546,6 +546,17 @@ def test_a_wrong_file_or_folder_changes_nothing(
     assert state(server) == ({}, {})
 
 
+def test_tenants_need_a_tenants_file(
+    server: Server, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    adapters = {"one": {"path": str(folders["v0"])}}
+    file = write(tmp_path / "a.yaml", adapters=adapters, tenants={})
+    result = graft(server, "sync", str(file))
+    assert result.exit_code == 1
+    assert "refused: tenants: This server has no tenants file" in result.output
+    assert state(server) == ({}, {})
+
+
 def test_a_failure_takes_everything_back(
     server: Server, folders: dict[str, Path], tmp_path: Path, truth: Reference
 ) -> None:

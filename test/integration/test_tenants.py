@@ -9,9 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tenant_world
 import tiny_model
+import yaml
 from adapter_root import put
 from documents import blocks, run_as_written
 from harness import STRICT, Request, Server, greedy, serve, wait_until
@@ -22,6 +24,7 @@ from tenant_world import ADMIN_KEY, CAP, COLD, FLOOR, World
 
 from sglang_graft.serving.route_table import TABLE, Does
 from sglang_graft.serving.tenant_gate import OPEN, TENANTS_READ
+from sglang_graft.tenants import make_key
 
 pytestmark = pytest.mark.server
 
@@ -394,6 +397,52 @@ def test_a_changed_file_counts_at_once_and_a_bad_one_changes_nothing(
     assert "sha256" not in shown
 
 
+def test_tenants_come_by_a_request_or_stay_as_they_were(
+    ask: dict[str, Server], world: World
+) -> None:
+    def put(wanted: dict[str, Any], **query: bool) -> httpx.Response:
+        admin = ask["admin"]
+        body = {"tenants": wanted}
+        return admin.client.put(f"{admin.url}/graft/tenants", json=body, params=query)
+
+    before, old = world.path.read_bytes(), json.loads(world.path.read_text())["tenants"]
+    changes = tenants(ask)["changes"]
+    more = old | {"g": {"keys": [make_key()[1]], "base": True}}
+    for refused, message in (
+        (old | {"g": {"keys": ["plain"]}}, "tenant g: keys: entry 1"),
+        (old | {"b": old["b"] | {"page_floor": 159}}, "all floors together are"),
+    ):
+        for dry_run in (True, False):
+            answer = put(refused, dry_run=dry_run)
+            assert answer.status_code in (400, 409), answer.text
+            assert message in answer.text
+            assert "plain" not in answer.text
+    planned = put(more, dry_run=True).json()
+    assert (planned["added"], planned["changes"], world.path.read_bytes()) == (
+        ["g"],
+        changes,
+        before,
+    )
+    done = put(more)
+    assert done.json() == planned | {"changes": changes + 1}
+    assert "sha256" not in done.text
+    assert "g" in tenants(ask)["tenants"]
+    assert put(more).json()["same"]
+    assert ask["admin"].post("/graft/tenants/undo", {"changes": changes}).status_code == 409
+    undone = ask["admin"].post("/graft/tenants/undo", {"changes": changes + 1})
+    assert undone.json()["removed"] == ["g"]
+    assert world.path.read_bytes() == before
+    assert tenants(ask)["tenants"]["b"]["pages"]["floor"] == FLOOR
+    for path in ("/graft/tenants/undo", "/graft/tenants"):
+        assert ask["b"].post(path, {"changes": 1}).status_code in (401, 403)
+    assert put({}).status_code == 200
+    assert tenants(ask)["tenants"] == {}, "an empty file has no tenants"
+    assert ask["b"].get("/v1/models").status_code == 401
+    world.write()
+    wait_until(lambda: set(tenants(ask)["tenants"]) == set(world.tenants))
+    assert ask["b"].get("/v1/models").status_code == 200
+
+
 def test_the_lines_of_the_documents_run_as_written(
     server: Server,
     ask: dict[str, Server],
@@ -402,8 +451,8 @@ def test_the_lines_of_the_documents_run_as_written(
     tmp_path: Path,
 ) -> None:
     put(folders["b/main"].parents[1] / "legal/contracts", folders["b/main"])
-    (file,) = blocks("docs/tenants.md", "yaml")
-    commands, start, requests = blocks("docs/tenants.md")
+    file, synced = blocks("docs/tenants.md", "yaml")
+    commands, start, requests, sync = blocks("docs/tenants.md")
     (tmp_path / "tenants.yaml").write_text(file)
     printed = run_as_written(server, commands, tmp_path)
     assert "legal-team" in printed
@@ -419,6 +468,15 @@ def test_the_lines_of_the_documents_run_as_written(
         assert printed.count('"model":"legal/contracts"') == 1, printed
         assert printed.count('"legal-team"') == 1, printed
         assert "a/x0" not in printed, "the tenant sees its own models"
+        (tmp_path / "adapters.yaml").write_text(synced)
+        printed = run_as_written(server, sync, tmp_path, GRAFT_ADMIN_KEY=ADMIN_KEY)
+        assert printed.count("plan: tenants: changed legal-team; removed batch-jobs") == 2
+        assert printed.endswith("done\n")
+        assert (
+            yaml.safe_load(world.path.read_text())["tenants"] == (yaml.safe_load(synced)["tenants"])
+        )
+        assert list(tenants(ask)["tenants"]) == ["legal-team"]
     finally:
+        ask["admin"].client.patch(f"{server.url}/graft/aliases", json={"summaries": None})
         world.write()
         wait_until(lambda: "legal-team" not in tenants(ask)["tenants"])

@@ -77,8 +77,14 @@ class Tenancy:
     # ---- limits
 
     def set_limits(self, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over the limits of all tenants. ValueError, with nothing changed, if they cannot
-        hold: all floors beside the pinned adapters, the largest adapter and the smallest request.
+        """Take over the limits of all tenants, or raise as `check_limits`, with nothing changed."""
+        found = self.check_limits(wanted)
+        self.shares.limit({name: (limits.floor, limits.cap) for name, limits in found.items()})
+        self.priorities = {name: limits.priority for name, limits in found.items()}
+
+    def check_limits(self, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Limits]:
+        """The limits of all tenants. ValueError if they cannot hold: all floors beside the pinned
+        adapters, the largest adapter and the smallest request.
         """
         total = self.cache.tree.ledger.total
         found = {name: _resolve(name, fields, total) for name, fields in wanted.items()}
@@ -92,8 +98,7 @@ class Tenancy:
                 f" pinned adapters hold {pinned}, the largest adapter needs {largest} and a request"
                 f" {PAGES_OF_A_REQUEST}"
             )
-        self.shares.limit({name: (limits.floor, limits.cap) for name, limits in found.items()})
-        self.priorities = {name: limits.priority for name, limits in found.items()}
+        return found
 
     def largest_adapter(self) -> int:
         """Pages of the largest adapter that is known."""
