@@ -14,10 +14,10 @@ from reference import Reference
 pytestmark = pytest.mark.server
 
 BASE = "served"
-NAMES = ["all-r16", "all-r64", "patterns", "q-r4", "odd-r5", "bf16"]
+NAMES = ["all-r16", "dora-r8", "bias-r6", "patterns", "q-r4", "bf16"]
 CLOSE = 2e-4
 """In each entry of a vector of length 1, float32 over the tiny model."""
-PAGE_TOKENS, POOL_PAGES = 16, 96  # fewer than all adapters together and their KV need
+PAGE_TOKENS, POOL_PAGES = 16, 48  # fewer than all adapters together and their KV need
 PROMPTS = [tiny_model.prompt(length, seed=length) for length in (3, 40, 100)]
 
 

@@ -316,6 +316,13 @@ def test_responses_belong_to_their_tenant(ask: dict[str, Server]) -> None:
         assert answer.status_code == 404, answer.text
 
 
+def lookups(admin: Server) -> float:
+    """Requests whose adapter was looked up so far."""
+    lines = admin.get("/metrics").text.splitlines()
+    name = "graft_adapter_lookups_total{"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
 def test_a_flood_leaves_a_floor_alone_and_crosses_no_answer(
     ask: dict[str, Server], truth: Reference
 ) -> None:
@@ -333,6 +340,7 @@ def test_a_flood_leaves_a_floor_alone_and_crosses_no_answer(
 
     loads = ask["admin"].pool()["adapters"]
     before = {row["name"]: row["loads"] for row in loads}
+    looked_up = lookups(ask["admin"])
     flood = [Request(f"a/x{n}", tiny_model.prompt(90, seed=500 + n), 6) for n in range(COLD)]
     mine = [Request("b/main", tiny_model.prompt(60 + n, seed=3), 4) for n in range(12)]
     watcher = threading.Thread(target=watch)
@@ -347,6 +355,7 @@ def test_a_flood_leaves_a_floor_alone_and_crosses_no_answer(
         assert is_right(truth, request.adapter, request.prompt, answer["output_ids"])
     assert tenants(ask)["floors_broken"] == 0
     assert min(seen) >= FLOOR, "b was pushed below its floor"
+    assert lookups(ask["admin"]) - looked_up == len(flood) + len(mine), "each request counts once"
     assert 0 < max(caps) <= CAP
     after = {row["name"]: row["loads"] for row in ask["admin"].pool()["adapters"]}
     assert after["b/main"] == before["b/main"], "b's adapter never had to come back"
