@@ -66,6 +66,7 @@ def test_the_ways_to_name_an_adapter(server: Server, reference: Reference) -> No
         ("/v1/embeddings", {"model": BASE, "lora_name": name, "input": text}),
         ("/encode", {"text": text, "lora_path": name}),
         ("/encode", {"text": text, "model": name}),
+        ("/classify", {"text": text, "lora_path": name}),
     ):
         answer = server.post(path, body)
         assert answer.status_code == 200, answer.text
