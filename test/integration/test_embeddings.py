@@ -8,7 +8,7 @@ import openai
 import pytest
 import tiny_model
 import torch
-from harness import STRICT, Server, serve, wait_until
+from harness import STRICT, Server, serve
 from reference import Reference
 
 pytestmark = pytest.mark.server
@@ -110,10 +110,24 @@ def test_an_adapter_is_loaded_and_replaced(
 
 
 def test_generation_is_refused_and_nothing_is_left(server: Server) -> None:
-    answer = server.post("/generate", {"text": "w1", "lora_path": "q-r4"})
-    assert 400 <= answer.status_code < 500, answer.text
+    """In stock SGLang each of these ends the scheduler."""
+    chat = [{"role": "user", "content": "w1"}]
+    for name in ("q-r4", None):
+        model = name or BASE
+        for path, body in (
+            ("/generate", {"text": "w1", "lora_path": name}),
+            ("/generate", {"text": ["w1", "w2"], "lora_path": [name, name]}),
+            ("/v1/completions", {"model": model, "prompt": "w1"}),
+            ("/v1/chat/completions", {"model": model, "messages": chat}),
+            ("/v1/messages", {"model": model, "messages": chat, "max_tokens": 2}),
+        ):
+            answer = server.post(path, body)
+            assert answer.status_code == 400, (path, answer.text)
+            assert "--is-embedding" in answer.text
+    streamed = server.post("/generate", {"text": "w1", "stream": True})
+    assert "--is-embedding" in streamed.text
+    assert server.post("/v1/embeddings", {"model": "q-r4", "input": "w1"}).status_code == 200
     server.settle()
-    wait_until(lambda: server.pool()["pages"]["kv_running"] == 0)
     server.flush()
     pool = server.pool()
     assert pool["pages"]["free"] == pool["pages"]["total"]
