@@ -110,7 +110,7 @@ def test_an_adapter_is_loaded_and_replaced(
 
 
 def test_generation_is_refused_and_nothing_is_left(server: Server) -> None:
-    """In stock SGLang each of these ends the scheduler."""
+    """Each of these would end the scheduler: SGLang looks for embeddings in logits."""
     chat = [{"role": "user", "content": "w1"}]
     for name in ("q-r4", None):
         model = name or BASE
