@@ -89,7 +89,12 @@ class Tenant(BaseModel):
     @field_validator("requests_per_second", "tokens_per_second", "burst_seconds", mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
-        return float(value) if type(value) is int else value
+        if type(value) is not int:
+            return value
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("wanted a smaller number") from None
 
     @field_validator("keys")
     @classmethod
