@@ -1,27 +1,32 @@
-"""What scraping costs the scheduler: its pass time with `/metrics` read at 1 Hz and 5 Hz.
+"""What scraping costs the scheduler: CPU time of its loop a pass, `/metrics` read and not read.
 
-    python benchmark/serving/bench_metrics.py --json OUT [--rounds 6] [--seconds 6]
+    python benchmark/serving/bench_metrics.py --json OUT [--rounds 14] [--seconds 1] [--hz 20]
 
 One CPU server with the tiny model of the tests, whose passes are as short as passes get, under a
-constant load of eight streams over its adapters. Each round has a phase of each rate, in an order
-that rotates; figures of a phase are compared with those of the same round without scraping, and the
-ratios' median over the rounds is the result. `none again` is a second phase without scraping: how
-far its ratio is from 1, and how far the least and the most are apart, is what the machine alone
-does. A cost smaller than that is not resolved by `wall` and `cpu`. Of each phase:
+constant load of eight streams. Wall time of a pass is whatever else the machine does; so the figure
+is the time that the loop's own thread was on a CPU (/proc, in ns). A scrape a second is less than
+can be seen in it; so it is read `hz` times as often, and the difference divided by `hz`: what a
+scrape costs does not depend on when the next one comes.
 
-- `wall`: mean time of a scheduler pass (the next one's beginning minus its own), which has
-  everything in it: the message, the answer, and what else the machine does;
-- `cpu`: CPU time of the scheduler process a pass, which other processes disturb less;
-- `answer`: share of the pass time that the scheduler spent on computing answers, its own figure.
-  It leaves out receiving the question and sending the answer, so it is a lower bound.
+A round has eight short windows in two blocks of A B B A, in turns first one and then the other:
 
-What this does not show: a GPU's passes, in which the CPU has less to do; thousands of adapters
-(`answer` grows with their number; --adapters says how many); and the accounting itself, which is
-always on: `accounting` has its cost a call, measured alone.
+- `scraped`: A without scraping, B with it;
+- `control`: neither is scraped. What it finds is the resolution of the whole.
+
+The relative difference (B - A) / A of a block cancels what drifts evenly. Results are medians over
+the rounds, with the interval that holds the true median with 95 % (of order statistics; no
+distribution is assumed). `cost_at_1_hz` is to be compared with 0.02; it is shown when the upper end
+of `scraped` is below 0.02 x `hz`, and `control` holds 0.
+
+What this does not show: a GPU's passes, in which the CPU has less to do; thousands of adapters (an
+answer grows with their number; --adapters says how many). The accounting is always on, so there is
+nothing to compare it with: `accounting` has its cost a call, measured alone, and `accounting_share`
+what one call of each would be of a pass.
 """
 
 import argparse
 import json
+import math
 import platform
 import random
 import statistics
@@ -37,8 +42,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-PHASES = {"none": 0, "1 Hz": 1, "5 Hz": 5, "none again": 0}
-STREAMS, PROMPT, NEW = 8, 48, 64
+STREAMS, PROMPT, NEW = 8, 48, 512
 ANSWERS = "graft_scheduler_answer_seconds"
 PASSES = "graft_scheduler_pass_seconds"
 
@@ -64,39 +68,71 @@ def keep_busy(url: str, names: list[str], stop: threading.Event, seed: int) -> N
             client.post(f"{url}/generate", json=body).raise_for_status()
 
 
-def scrape(url: str, rate: int, ends: float) -> int:
-    """Read `/metrics` at `rate` Hz until `ends`; how often that was."""
+def scrape(url: str, rate: float, ends: float) -> int:
+    """Read `/metrics` at `rate` Hz until `ends`, less often where that cannot be; how often."""
     done, due = 0, time.monotonic()
     with httpx.Client(timeout=60) as client:
-        while due < ends:
-            time.sleep(max(0.0, due - time.monotonic()))
+        while (now := time.monotonic()) < ends:
+            if now < due:
+                time.sleep(min(due, ends) - now)
+                continue
             client.get(f"{url}/metrics").raise_for_status()
-            done += 1
-            due += 1 / rate
+            done, due = done + 1, max(due + 1 / rate, time.monotonic())
     return done
 
 
-def phase(url: str, process: psutil.Process, rate: int, seconds: float) -> dict[str, float]:
-    """Figures of one phase, from counters before and after it."""
-    before, cpu = read(url), process.cpu_times()
-    ends = time.monotonic() + seconds
-    scrapes = scrape(url, rate, ends) if rate else 0
-    time.sleep(max(0.0, ends - time.monotonic()))
-    later, after = process.cpu_times(), read(url)
+def on_cpu(pid: int) -> int:
+    """Nanoseconds for which the main thread of a process was on a CPU: the scheduler's loop."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0])
+
+
+def window(url: str, pid: int, rate: float, seconds: float) -> dict[str, float]:
+    """Figures of one window. The readings around it are the same whether it is scraped or not."""
+    before, cpu = read(url), on_cpu(pid)
+    begun = time.monotonic()
+    scrapes = scrape(url, rate, begun + seconds) if rate else 0
+    time.sleep(max(0.0, begun + seconds - time.monotonic()))
+    took, used, after = time.monotonic() - begun, on_cpu(pid) - cpu, read(url)
     passes = after[PASSES + "_count"] - before[PASSES + "_count"]
-    wall = after[PASSES + "_sum"] - before[PASSES + "_sum"]
-    used = later.user + later.system - cpu.user - cpu.system
-    # The second of our own readings is in neither sum; the first one is in `after`.
+    # One of the readings around is in these sums, too.
     answers = after[ANSWERS + "_count"] - before[ANSWERS + "_count"]
-    spent = after[ANSWERS + "_sum"] - before[ANSWERS + "_sum"]
     return {
-        "rate_hz": rate,
+        "hz": scrapes / took,
         "passes": passes,
-        "scrapes": scrapes,
-        "wall_ms": 1e3 * wall / passes,
-        "cpu_ms": 1e3 * used / passes,
-        "answer_ms": 1e3 * spent / answers,
-        "answer_share": spent * scrapes / answers / wall,
+        "cpu_ms": 1e-6 * used / passes,
+        "wall_ms": 1e3 * (after[PASSES + "_sum"] - before[PASSES + "_sum"]) / passes,
+        "answer_ms": 1e3 * (after[ANSWERS + "_sum"] - before[ANSWERS + "_sum"]) / answers,
+    }
+
+
+def block(url: str, pid: int, rate: float, seconds: float) -> dict[str, float]:
+    """A B B A, where B is scraped at `rate` Hz: figures of both, and how they differ."""
+    a, b, more_b, more_a = (window(url, pid, hz, seconds) for hz in (0, rate, rate, 0))
+    quiet, loud = ({k: (x[k] + y[k]) / 2 for k in x} for x, y in ((a, more_a), (b, more_b)))
+    return {
+        "hz": loud["hz"],
+        "answer_ms": loud["answer_ms"],
+        "passes": 2 * (quiet["passes"] + loud["passes"]),
+        "cpu_ms": quiet["cpu_ms"],
+        "cpu_difference": loud["cpu_ms"] / quiet["cpu_ms"] - 1,
+        "wall_ms": quiet["wall_ms"],
+        "wall_difference": loud["wall_ms"] / quiet["wall_ms"] - 1,
+    }
+
+
+def interval(values: list[float]) -> dict[str, float]:
+    """The median, and the order statistics that hold the true one with 95 %."""
+    ordered, count = sorted(values), len(values)
+    # The number of values below the true median is binomial (count, 1/2).
+    below, rank = 0.5**count, 0
+    while below <= 0.025:
+        rank += 1
+        below += math.comb(count, rank) * 0.5**count
+    low = max(0, rank - 1)
+    return {
+        "median": statistics.median(ordered),
+        "low": ordered[low],
+        "high": ordered[count - 1 - low],
     }
 
 
@@ -119,27 +155,53 @@ def accounting() -> dict[str, float]:
     return {name: 1e9 * seconds / times for name, seconds in best.items()}
 
 
-def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """For each phase: the ratios to the first one without scraping, over the rounds."""
-    found: dict[str, dict[str, float]] = {}
-    for name in PHASES:
-        row = {"answer_share": statistics.median(phases[name]["answer_share"] for phases in rounds)}
-        for kind in ("wall", "cpu"):
-            ratios = [p[name][f"{kind}_ms"] / p["none"][f"{kind}_ms"] for p in rounds]
-            row |= {
-                f"{kind}_ratio": statistics.median(ratios),
-                f"{kind}_ratio_least": min(ratios),
-                f"{kind}_ratio_most": max(ratios),
-            }
-        found[name] = row
-    return found
+def summary(blocks: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians over the rounds, and what they say about a scrape a second."""
+    found: dict[str, Any] = {}
+    for kind, rows in blocks.items():
+        found[kind] = {
+            name: interval([row[name] for row in rows])
+            for name in ("cpu_difference", "wall_difference")
+        }
+        found[kind]["cpu_ms_a_pass"] = statistics.median(row["cpu_ms"] for row in rows)
+    hz = statistics.median(row["hz"] for row in blocks["scraped"])
+    cost = {k: x / hz for k, x in found["scraped"]["cpu_difference"].items()}
+    control = found["control"]["cpu_difference"]
+    return found | {
+        "hz": hz,
+        "answer_ms": statistics.median(row["answer_ms"] for row in blocks["scraped"]),
+        "cost_at_1_hz": cost,
+        "resolution_at_1_hz": max(abs(control["low"]), abs(control["high"])) / hz,
+        "control_holds_0": control["low"] <= 0 <= control["high"],
+    }
+
+
+def load(url: str, pid: int, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """All blocks under a constant load."""
+    stop = threading.Event()
+    streams = [
+        threading.Thread(target=keep_busy, args=(url, names, stop, seed)) for seed in range(STREAMS)
+    ]
+    for stream in streams:
+        stream.start()
+    window(url, pid, options.hz, 4.0)  # code and caches are warm
+    blocks: dict[str, list[dict[str, float]]] = {"scraped": [], "control": []}
+    rates = {"scraped": options.hz, "control": 0.0}
+    for turn in range(options.rounds):
+        for kind in sorted(rates, reverse=bool(turn % 2)):
+            blocks[kind].append(block(url, pid, rates[kind], options.seconds))
+    stop.set()
+    for stream in streams:
+        stream.join()
+    return blocks
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--rounds", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a window")
+    parser.add_argument("--hz", type=float, default=20.0, help="how often a window is scraped")
     parser.add_argument("--adapters", type=int, default=16)
     options = parser.parse_args()
     sys.path[:0] = [str(ROOT / "test/integration"), str(ROOT / "test")]
@@ -147,7 +209,7 @@ def main() -> None:
     import tiny_model
     from harness import serve
 
-    rounds: list[dict[str, dict[str, float]]] = []
+    before = psutil.getloadavg()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = tiny_model.save_model(folder / "model")
@@ -157,35 +219,25 @@ def main() -> None:
         with serve(model, folder, *flags, adapters=adapters) as server:
             children = psutil.Process(server.pid).children(recursive=True)
             (process,) = [c for c in children if "scheduler" in " ".join(c.cmdline())]
-            stop = threading.Event()
-            streams = [
-                threading.Thread(target=keep_busy, args=(server.url, names, stop, seed))
-                for seed in range(STREAMS)
-            ]
-            for stream in streams:
-                stream.start()
-            phase(server.url, process, 0, options.seconds)  # warm-up
-            for turn in range(options.rounds):
-                order = list(PHASES)[turn % 4 :] + list(PHASES)[: turn % 4]
-                url, seconds = server.url, options.seconds
-                rounds.append({n: phase(url, process, PHASES[n], seconds) for n in order})
-            stop.set()
-            for stream in streams:
-                stream.join()
+            blocks = load(server.url, process.pid, names, options)
+    found, calls = summary(blocks), accounting()
     result: dict[str, Any] = {
-        "what": "scheduler pass time with /metrics scraped, against none, CPU, tiny model",
+        "what": "CPU time of the scheduler's loop a pass, /metrics scraped and not; tiny model",
         "python": platform.python_version(),
         "cpus": psutil.cpu_count(),
-        "load_average": psutil.getloadavg(),
+        "load_average_before": before,
+        "load_average_after": psutil.getloadavg(),
         "adapters": options.adapters,
         "streams": STREAMS,
-        "phase_seconds": options.seconds,
-        "summary": summary(rounds),
-        "accounting_ns": accounting(),
-        "rounds": rounds,
+        "window_seconds": options.seconds,
+        "rounds": options.rounds,
+        "summary": found,
+        "accounting_ns": calls,
+        "accounting_share": sum(calls.values()) * 1e-6 / found["control"]["cpu_ms_a_pass"],
+        "blocks": blocks,
     }
     options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: result[key] for key in ("summary", "accounting_ns")}, indent=1))
+    print(json.dumps({k: result[k] for k in ("summary", "accounting_share")}, indent=1))
 
 
 if __name__ == "__main__":

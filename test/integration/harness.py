@@ -172,12 +172,13 @@ def serve(
     env: Mapping[str, str] | None = None,
     graft: bool = True,
     may_fail: Sequence[str] = (),
+    port: int | None = None,
 ) -> Iterator[Server]:
     """Run a server until the block ends; its log lies in `folder` and must show no traceback.
 
     `may_fail`: texts by which SGLang introduces the traceback of an error that it answers well.
     """
-    port = free_port()
+    port = free_port() if port is None else port
     line = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     line += ["--host", HOST, "--port", str(port), *flags]
     if graft:

@@ -64,6 +64,13 @@ class Reference:
         found: list[float] = logits.log_softmax(-1).gather(1, following)[:, 0].tolist()
         return found
 
+    def embedding(self, adapter: str | None, prompt: tuple[int, ...]) -> torch.Tensor:
+        """Last hidden state of the last token after the final norm, `[hidden]`, of length 1."""
+        with self._lock, torch.inference_mode(), self._as(adapter):
+            ids = torch.tensor([prompt])
+            states = self._model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
+            return torch.nn.functional.normalize(states[0, -1].float(), dim=-1)
+
     @contextmanager
     def _as(self, adapter: str | None) -> Iterator[None]:
         if adapter is None:

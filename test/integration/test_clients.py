@@ -1,10 +1,8 @@
 """Clients of OpenAI, vLLM and SGLang on one server, unchanged."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import openai
 import pytest
 import tiny_model
 from adapter_root import put
+from documents import ROOT, blocks, run_as_written
 from harness import STRICT, Request, Server, greedy, serve, wait_until
 from reference import Reference, difference
 
@@ -26,7 +25,6 @@ NEW = 12
 OK, BAD_REQUEST, NOT_FOUND = 200, 400, 404
 KINDS = {"legal": "all-r16", "team/sales": "patterns", "x:y": "q-r4", "chatty": "odd-r5"}
 NAMES = sorted(KINDS)
-DOCS = Path(__file__).parents[2] / "docs" / "clients.md"
 
 # Says the first message twice, so that prompts show which template made them.
 TWICE = "{% for m in messages %}{{ m.content }} {{ m.content }} {% endfor %}"
@@ -459,16 +457,33 @@ def test_a_template_that_fails_is_400_at_the_request(
     assert unload(server, lora_name="raising").status_code == OK
 
 
-def test_the_curl_lines_of_the_docs_run_as_written(server: Server, folders: Path) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("needs curl")
-    blocks = re.findall(r"^```bash\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
-    blocks = [block for block in blocks if "curl" in block]
-    assert len(blocks) >= 5
-    env = os.environ | {"GRAFT_URL": server.url, "ADAPTERS": str(folders / "loaded")}
-    for block in blocks:
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block], env=env, capture_output=True, text=True
-        )
-        assert done.returncode == 0, (block, done.stdout, done.stderr)
-        assert done.stdout.strip(), block
+def test_the_curl_lines_of_the_docs_run_as_written(
+    server: Server, folders: Path, tmp_path: Path
+) -> None:
+    found = [block for block in blocks("docs/clients.md") if "curl" in block]
+    assert len(found) >= 5
+    for block in found:
+        assert run_as_written(server, block, tmp_path, ADAPTERS=str(folders / "loaded")).strip()
+
+
+def test_the_lines_for_several_replicas_run_as_written(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a router: what clients send is what one replica takes."""
+    (request,) = [block for block in blocks("docs/deploy.md") if "curl" in block]
+    printed = run_as_written(server, request, tmp_path, hosts=["router:8000"])
+    assert json.loads(printed)["model"] == "legal"
+    (program,) = blocks("docs/deploy.md", "python")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    made = eval(program, {"OpenAI": openai.OpenAI})
+    assert str(made.base_url) == "http://router:8000/v1/"
+    with made.copy(base_url=f"{server.url}/v1") as client:
+        answer = client.completions.create(model="legal", prompt="w1", max_tokens=1)
+        assert client.default_headers["X-SMG-Routing-Key"] == answer.model == "legal"
+
+
+def test_the_line_for_trouble_runs_as_written(server: Server, tmp_path: Path) -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    (line,) = re.findall(r"`(curl [^`]+)`", text)
+    printed = run_as_written(server, line, tmp_path, hosts=["HOST:30000"])
+    assert json.loads(printed)["state"] == "ready"

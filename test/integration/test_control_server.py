@@ -15,6 +15,7 @@ import httpx
 import pytest
 import tiny_model
 import yaml
+from documents import blocks, run_as_written
 from harness import STRICT, Request, Server, environment, serve, wait_until
 from lifecycle import BAD_REQUEST, NOT_FOUND, OK, Stream, answered_by, save_versions
 from reference import Reference, check
@@ -545,6 +546,17 @@ def test_a_wrong_file_or_folder_changes_nothing(
     assert state(server) == ({}, {})
 
 
+def test_tenants_need_a_tenants_file(
+    server: Server, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    adapters = {"one": {"path": str(folders["v0"])}}
+    file = write(tmp_path / "a.yaml", adapters=adapters, tenants={})
+    result = graft(server, "sync", str(file))
+    assert result.exit_code == 1
+    assert "refused: tenants: This server has no tenants file" in result.output
+    assert state(server) == ({}, {})
+
+
 def test_a_failure_takes_everything_back(
     server: Server, folders: dict[str, Path], tmp_path: Path, truth: Reference
 ) -> None:
@@ -645,24 +657,14 @@ def test_watch_follows_the_file(server: Server, folders: dict[str, Path], tmp_pa
 def test_the_lines_of_the_documents_run_as_written(
     server: Server, folders: dict[str, Path], root: Path, tmp_path: Path
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs/control.md").read_text()
-    blocks = [part.split("\n", 1) for part in text.split("```")[1::2]]
-    (file,) = [body for language, body in blocks if language == "yaml"]
+    (file,) = blocks("docs/control.md", "yaml")
     # Below the root, but hidden from it: these folders are loaded by their paths alone.
     here = root / ".documents"
     for name, version in (("legal-v2", "v0"), ("legal-v3", "v1"), ("sales", "v2")):
         adapter_root.put(here / name, folders[version])
     (here / "adapters.yaml").write_text(file)
-    command = tmp_path / "graft"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m sglang_graft.cli.app "$@"\n')
-    command.chmod(0o755)
-    env = environment({"GRAFT_URL": server.url, "GRAFT_ADMIN_KEY": KEY, "ADAPTERS": str(here)})
-    env["PATH"] = f"{tmp_path}:{env['PATH']}"
-    lines = "".join(body for language, body in blocks if language == "bash")
-    result = subprocess.run(
-        ["bash", "-euxc", lines], env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.endswith("nothing to do\n")
+    lines = "".join(blocks("docs/control.md"))
+    printed = run_as_written(server, lines, tmp_path, GRAFT_ADMIN_KEY=KEY, ADAPTERS=str(here))
+    assert printed.endswith("nothing to do\n")
     assert send(server, "GET", "/graft/aliases") == {"legal": "legal-v3"}
     assert row(server, "legal-v3")["pinned"]

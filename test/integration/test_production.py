@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny_model
-from harness import STRICT, Request, Server, serve, tail, wait_until
+from harness import STRICT, Request, Server, running, serve, tail, wait_until
 from lifecycle import Stream
 
 pytestmark = pytest.mark.server
@@ -75,7 +77,9 @@ def ask(server: Server, path: str, body: dict[str, Any], request_id: str) -> htt
 
 
 def test_a_ready_server_has_its_adapters_on_the_device(server: Server) -> None:
-    assert server.get("/health/ready").json() == {
+    found = server.get("/health/ready").json()
+    assert found.pop("instance")
+    assert found == {
         "ready": True,
         "state": "ready",
         "reason": "requests are welcome",
@@ -166,6 +170,35 @@ def test_a_drain_asks_for_the_admin_key(server: Server) -> None:
     assert server.get("/health/ready").status_code == OK
 
 
+@pytest.fixture(scope="module")
+def watch(
+    server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`graft sync --watch` beside the server, as a service of its own."""
+    folder = tmp_path_factory.mktemp("watch")
+    file = folder / "adapters.yaml"
+    file.write_text(
+        "adapters:\n  sales: {ttl_seconds: 3600, priority: 2}\n  legal:\naliases: {law: legal}\n"
+    )
+    line = [sys.executable, "-m", "sglang_graft.cli.app", "sync", str(file), "--watch"]
+    line += ["--interval", "0.5", "--url", server.url, "--key", "admin"]
+    with running(line, folder / "log") as process:
+        yield process
+        process.terminate()
+        assert process.wait(60) == 0, tail(folder / "log")
+
+
+def is_synced(server: Server) -> bool:
+    listing = admin(server, "GET", "/graft/adapters").json()
+    (sales,) = [row for row in listing["adapters"] if row["name"] == "sales"]
+    found = (listing["aliases"], sales["ttl_seconds"], sales["priority"])
+    return found == ({"law": "legal"}, 3600, 2)
+
+
+def test_a_watch_brings_what_the_file_wants(server: Server, watch: subprocess.Popen[bytes]) -> None:
+    wait_until(lambda: is_synced(server))
+
+
 def test_sigterm_loses_no_request(server: Server, log: Path) -> None:
     assert server.process is not None
     request = Request("legal", PROMPT, 200)
@@ -184,9 +217,22 @@ def test_sigterm_loses_no_request(server: Server, log: Path) -> None:
     assert {line(log, f"last-{i}")["finish"] for i in range(3)} == {"length"}
 
 
-def test_a_drain_is_bounded(base_model: Path, two: dict[str, Path], tmp_path: Path) -> None:
+def test_a_watch_sets_again_what_a_restart_forgets_and_a_drain_is_bounded(
+    base_model: Path,
+    two: dict[str, Path],
+    tmp_path: Path,
+    server: Server,
+    watch: subprocess.Popen[bytes],
+) -> None:
+    """Two tests on one server, which starts where the one before has ended."""
+    old = server
+    assert old.process is not None
+    assert old.process.poll() is not None, "the server before has ended"
     flags = (*FLAGS, "--graft-drain-seconds", "10", "--graft-drain-notice-seconds", "9")
-    with serve(base_model, tmp_path, *flags, adapters=two, env=STRICT) as server:
+    port = int(old.url.rpartition(":")[2])
+    with serve(base_model, tmp_path, *flags, adapters=two, env=STRICT, port=port) as server:
+        wait_until(lambda: is_synced(server))
+        assert watch.poll() is None
         assert server.process is not None
         stream = Stream(server, Request("legal", PROMPT, 2000)).started()
         drained = admin(server, "POST", "/graft/drain")

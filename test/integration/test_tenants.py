@@ -9,9 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tenant_world
 import tiny_model
+import yaml
+from adapter_root import put
+from documents import blocks, run_as_written
 from harness import STRICT, Request, Server, greedy, serve, wait_until
 from lifecycle import Stream
 from openai import OpenAI, PermissionDeniedError, RateLimitError
@@ -20,6 +24,7 @@ from tenant_world import ADMIN_KEY, CAP, COLD, FLOOR, World
 
 from sglang_graft.serving.route_table import TABLE, Does
 from sglang_graft.serving.tenant_gate import OPEN, TENANTS_READ
+from sglang_graft.tenants import make_key
 
 pytestmark = pytest.mark.server
 
@@ -311,6 +316,13 @@ def test_responses_belong_to_their_tenant(ask: dict[str, Server]) -> None:
         assert answer.status_code == 404, answer.text
 
 
+def lookups(admin: Server) -> float:
+    """Requests whose adapter was looked up so far."""
+    lines = admin.get("/metrics").text.splitlines()
+    name = "graft_adapter_lookups_total{"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
 def test_a_flood_leaves_a_floor_alone_and_crosses_no_answer(
     ask: dict[str, Server], truth: Reference
 ) -> None:
@@ -328,6 +340,7 @@ def test_a_flood_leaves_a_floor_alone_and_crosses_no_answer(
 
     loads = ask["admin"].pool()["adapters"]
     before = {row["name"]: row["loads"] for row in loads}
+    looked_up = lookups(ask["admin"])
     flood = [Request(f"a/x{n}", tiny_model.prompt(90, seed=500 + n), 6) for n in range(COLD)]
     mine = [Request("b/main", tiny_model.prompt(60 + n, seed=3), 4) for n in range(12)]
     watcher = threading.Thread(target=watch)
@@ -342,6 +355,7 @@ def test_a_flood_leaves_a_floor_alone_and_crosses_no_answer(
         assert is_right(truth, request.adapter, request.prompt, answer["output_ids"])
     assert tenants(ask)["floors_broken"] == 0
     assert min(seen) >= FLOOR, "b was pushed below its floor"
+    assert lookups(ask["admin"]) - looked_up == len(flood) + len(mine), "each request counts once"
     assert 0 < max(caps) <= CAP
     after = {row["name"]: row["loads"] for row in ask["admin"].pool()["adapters"]}
     assert after["b/main"] == before["b/main"], "b's adapter never had to come back"
@@ -390,3 +404,88 @@ def test_a_changed_file_counts_at_once_and_a_bad_one_changes_nothing(
     shown = json.dumps(tenants(ask))
     assert not [key for key in world.keys.values() if key in shown]
     assert "sha256" not in shown
+
+
+def test_tenants_come_by_a_request_or_stay_as_they_were(
+    ask: dict[str, Server], world: World
+) -> None:
+    def put(wanted: dict[str, Any], **query: bool) -> httpx.Response:
+        admin = ask["admin"]
+        body = {"tenants": wanted}
+        return admin.client.put(f"{admin.url}/graft/tenants", json=body, params=query)
+
+    before, old = world.path.read_bytes(), json.loads(world.path.read_text())["tenants"]
+    changes = tenants(ask)["changes"]
+    more = old | {"g": {"keys": [make_key()[1]], "base": True}}
+    for refused, message in (
+        (old | {"g": {"keys": ["plain"]}}, "tenant g: keys: entry 1"),
+        (old | {"b": old["b"] | {"page_floor": 159}}, "all floors together are"),
+    ):
+        for dry_run in (True, False):
+            answer = put(refused, dry_run=dry_run)
+            assert answer.status_code in (400, 409), answer.text
+            assert message in answer.text
+            assert "plain" not in answer.text
+    planned = put(more, dry_run=True).json()
+    assert (planned["added"], planned["changes"], world.path.read_bytes()) == (
+        ["g"],
+        changes,
+        before,
+    )
+    done = put(more)
+    assert done.json() == planned | {"changes": changes + 1}
+    assert "sha256" not in done.text
+    assert "g" in tenants(ask)["tenants"]
+    assert put(more).json()["same"]
+    assert ask["admin"].post("/graft/tenants/undo", {"changes": changes}).status_code == 409
+    undone = ask["admin"].post("/graft/tenants/undo", {"changes": changes + 1})
+    assert undone.json()["removed"] == ["g"]
+    assert world.path.read_bytes() == before
+    assert tenants(ask)["tenants"]["b"]["pages"]["floor"] == FLOOR
+    for path in ("/graft/tenants/undo", "/graft/tenants"):
+        assert ask["b"].post(path, {"changes": 1}).status_code in (401, 403)
+    assert put({}).status_code == 200
+    assert tenants(ask)["tenants"] == {}, "an empty file has no tenants"
+    assert ask["b"].get("/v1/models").status_code == 401
+    world.write()
+    wait_until(lambda: set(tenants(ask)["tenants"]) == set(world.tenants))
+    assert ask["b"].get("/v1/models").status_code == 200
+
+
+def test_the_lines_of_the_documents_run_as_written(
+    server: Server,
+    ask: dict[str, Server],
+    world: World,
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    put(folders["b/main"].parents[1] / "legal/contracts", folders["b/main"])
+    file, synced = blocks("docs/tenants.md", "yaml")
+    commands, start, requests, sync = blocks("docs/tenants.md")
+    (tmp_path / "tenants.yaml").write_text(file)
+    printed = run_as_written(server, commands, tmp_path)
+    assert "legal-team" in printed
+    assert "--graft-tenants" in start, "test_docs.py looks at its flags; this server has them"
+    changes = tenants(ask)["changes"]
+    try:
+        (tmp_path / "tenants.yaml").replace(world.path)
+        wait_until(lambda: tenants(ask)["changes"] > changes)
+        wait_until(lambda: "legal/contracts" in ask["admin"].get("/v1/models").text)
+        # The first hash of the file is that of "foo".
+        hosts, keys = ["localhost:30000"], {"KEY": "foo", "ADMIN_KEY": ADMIN_KEY}
+        printed = run_as_written(server, requests, tmp_path, hosts=hosts, **keys)
+        assert printed.count('"model":"legal/contracts"') == 1, printed
+        assert printed.count('"legal-team"') == 1, printed
+        assert "a/x0" not in printed, "the tenant sees its own models"
+        (tmp_path / "adapters.yaml").write_text(synced)
+        printed = run_as_written(server, sync, tmp_path, GRAFT_ADMIN_KEY=ADMIN_KEY)
+        assert printed.count("plan: tenants: changed legal-team; removed batch-jobs") == 2
+        assert printed.endswith("done\n")
+        assert (
+            yaml.safe_load(world.path.read_text())["tenants"] == (yaml.safe_load(synced)["tenants"])
+        )
+        assert list(tenants(ask)["tenants"]) == ["legal-team"]
+    finally:
+        ask["admin"].client.patch(f"{server.url}/graft/aliases", json={"summaries": None})
+        world.write()
+        wait_until(lambda: "legal-team" not in tenants(ask)["tenants"])

@@ -42,6 +42,15 @@ class ControlClient:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
+    def instance(self) -> str | None:
+        """Which process answers; another one after a restart. None while nobody does."""
+        try:
+            # Not `ask`: a server that is not ready says so with 503 and has an instance too.
+            found = self._client.get(f"{self.url}/health/ready").json().get("instance")
+        except (httpx.HTTPError, ValueError, AttributeError):
+            return None
+        return found if isinstance(found, str) else None
+
     def adapters(self) -> dict[str, Any]:
         """The listing of /graft/adapters."""
         return self.ask("GET", "/graft/adapters")
@@ -69,6 +78,18 @@ class ControlClient:
     def switch(self, changes: dict[str, str | None]) -> dict[str, str]:
         """Change aliases in one step; None takes one away."""
         return self.ask("PATCH", "/graft/aliases", changes)
+
+    def tenants(self) -> dict[str, Any]:
+        """The report of /graft/tenants."""
+        return self.ask("GET", "/graft/tenants")
+
+    def put_tenants(self, wanted: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        """Give the server all of its tenants; which of them differ."""
+        return self.ask("PUT", "/graft/tenants", {"tenants": wanted}, dry_run=dry_run)
+
+    def undo_tenants(self, changes: int) -> dict[str, Any]:
+        """Take back the last change of the tenants, whose number is `changes`."""
+        return self.ask("POST", "/graft/tenants/undo", {"changes": changes})
 
     def prompt(self, name: str, text: str, new_tokens: int) -> dict[str, Any]:
         """One greedy answer of an adapter."""

@@ -1,4 +1,4 @@
-"""`graft sync`: bring a server to what a file wants, once or whenever the file changes.
+"""`graft sync`: bring a server to what a file wants, once, or whenever one of them changes.
 
 Exit codes: 0 done, or nothing to do; 1 refused, or failed and back to what was before; 2 the file
 is wrong; 3 nobody answers; 4 failed, and not all of what was before could be put back.
@@ -41,9 +41,11 @@ class Options:
 
 
 def sync(  # noqa: PLR0913 (typer: an option is a parameter)
-    file: Annotated[Path, typer.Argument(help="YAML: adapters, and aliases for them.")],
+    file: Annotated[Path, typer.Argument(help="YAML: adapters, aliases for them, tenants.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, and stop.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Do it again when FILE changes.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Again when FILE changes or the server restarts.")
+    ] = False,
     prune: Annotated[
         bool, typer.Option("--prune", help="Unload adapters, drop aliases that FILE lacks.")
     ] = False,
@@ -95,21 +97,31 @@ def _watch(client: ControlClient, file: Path, options: Options, interval: float)
     """Until somebody ends the command, as a service manager does; half a run is taken back then."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _follow(client, file, options, interval, run(client, file, options))
+        server = client.instance()
+        _follow(client, file, options, interval, run(client, file, options), server)
     except KeyboardInterrupt:
         return DONE
 
 
 def _follow(
-    client: ControlClient, file: Path, options: Options, interval: float, code: int
+    client: ControlClient,
+    file: Path,
+    options: Options,
+    interval: float,
+    code: int,
+    server: str | None,
 ) -> NoReturn:
-    """Run again after each change of the file, and while nobody answers."""
+    """Run again when the file has changed, when the server has restarted, while nobody answers.
+
+    `code` is what the last run came to, `server` the instance that it found.
+    """
     seen = _signature(file)
     while True:
         time.sleep(interval)
-        now = _signature(file)
-        if now != seen or code == NOBODY:
-            seen = now
+        now, instance = _signature(file), client.instance()
+        restarted = instance is not None and instance != server
+        if now != seen or restarted or code == NOBODY:
+            seen, server = now, instance or server
             code = run(client, file, options)
 
 

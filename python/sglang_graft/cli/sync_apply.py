@@ -12,6 +12,7 @@ from sglang_graft.cli.sync_plan import (
     Change,
     Load,
     Plan,
+    SetTenants,
     Step,
     Switch,
     Unload,
@@ -19,6 +20,8 @@ from sglang_graft.cli.sync_plan import (
 )
 
 _NOT_FOUND = 404
+Attempt = Callable[[str, Callable[[], object]], None]
+"""Take a step of the way back, and note whether it could be taken."""
 
 
 @dataclass
@@ -64,6 +67,8 @@ def _take(client: ControlClient, step: Step) -> None:
             _run_prompts(client, step.name, step.prompts)
         case Switch():
             client.switch(step.changes)
+        case SetTenants():
+            client.put_tenants(step.wanted)
         case Unload():
             client.unload(step.name)
 
@@ -98,7 +103,7 @@ def _run_prompts(client: ControlClient, name: str, prompts: Iterable[Prompt]) ->
 def _restore(
     client: ControlClient, plan: Plan, outcome: Outcome, tell: Callable[[str], None]
 ) -> None:
-    """Weights first, then aliases, which need them, then what is too much, then settings."""
+    """Bring back everything that differs from `plan.before`."""
 
     def attempt(what: str, action: Callable[[], object]) -> None:
         try:
@@ -110,12 +115,24 @@ def _restore(
             outcome.restored.append(what)
             tell(f"rollback: {what}")
 
+    steps = [step for step in plan.steps if isinstance(step, SetTenants)]
     try:
         now = client.adapters()
+        taken = [step for step in steps if client.tenants()["changes"] != step.changes]
     except ServerError as error:
         outcome.lost.append(str(error))
         tell(f"rollback failed: {error}")
         return
+    for step in taken:  # the server refuses when another change came since
+        number = step.changes + 1
+        attempt("put the tenants back", lambda number=number: client.undo_tenants(number))  # type: ignore[misc]
+    _restore_adapters(client, plan, now, attempt)
+
+
+def _restore_adapters(
+    client: ControlClient, plan: Plan, now: dict[str, Any], attempt: Attempt
+) -> None:
+    """Weights first, then aliases, which need them, then what is too much, then settings."""
     before = {row["name"]: row for row in plan.before["adapters"]}
     rows = {row["name"]: row for row in now["adapters"]}
     touched = _touched(plan)

@@ -1,4 +1,4 @@
-"""The file of `graft sync`: which adapters a server should have, and which aliases lead to them."""
+"""The file of `graft sync`: a server's adapters, the aliases that lead to them, its tenants."""
 
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from sglang_graft import tenants
 
 
 class SyncFileError(ValueError):
@@ -55,6 +57,8 @@ class Desired(BaseModel):
     version: Literal[1] = 1
     adapters: dict[str, Annotated[WantedAdapter, BeforeValidator(_as_mapping)]] = {}
     aliases: dict[str, str] = {}
+    tenants: dict[str, Any] | None = None
+    """All tenants, as in a tenants file; None leaves the server's as they are."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -96,18 +100,23 @@ def parse(text: str, file: Path) -> Desired:
     except yaml.YAMLError as error:
         raise SyncFileError(f"{file}: {error}") from None
     data = _as_mapping(data)
-    if isinstance(data, dict) and "tenants" in data:
-        line = _line(root, ("tenants",))
-        raise SyncFileError(
-            f"{file}, line {line}: tenants: not supported here; give the server its tenants with"
-            " --graft-tenants FILE, which it reads again by itself"
-        )
+    _check_tenants(data, root, file)
     try:
         desired = Desired.model_validate(data)
     except ValidationError as error:
         raise SyncFileError("\n".join(_told(error, root, file))) from None
     _check_aliases(desired, root, file)
     return _with_whole_paths(desired, file)
+
+
+def _check_tenants(data: Any, root: Any, file: Path) -> None:
+    """By the rules of a tenants file, whose messages have no values: one could be a key."""
+    if not isinstance(data, dict) or "tenants" not in data:
+        return
+    try:
+        tenants.check({"tenants": data["tenants"]})
+    except tenants.TenantsError as error:
+        raise SyncFileError(f"{file}, line {_line(root, error.place)}: {error}") from None
 
 
 def _check_aliases(desired: Desired, root: Any, file: Path) -> None:

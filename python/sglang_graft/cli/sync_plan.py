@@ -80,7 +80,20 @@ class Unload:
         return f"unload {self.name}"
 
 
-Step = Load | Change | WarmUp | Switch | Unload
+@dataclass(frozen=True)
+class SetTenants:
+    """All tenants of the file. `changes`: how often the server's had changed before."""
+
+    wanted: dict[str, Any] = field(repr=False)
+    difference: dict[str, list[str]]
+    changes: int
+
+    def __str__(self) -> str:
+        rows = [f"{what} {', '.join(names)}" for what, names in self.difference.items() if names]
+        return "tenants: " + ("; ".join(rows) or "write the file, which cannot be used, anew")
+
+
+Step = Load | Change | WarmUp | Switch | SetTenants | Unload
 
 
 @dataclass(frozen=True)
@@ -118,6 +131,7 @@ def make_plan(
     changes = _changes(desired, rows, new)
     switch = _switch(desired, before["aliases"], prune)
     plan.refusals.extend(_unreachable(desired, rows, before))
+    tenants = _tenants(client, desired, plan.refusals)
     # What gives up a pin comes first: what takes one may need its room.
     plan.steps.extend([change for change in changes if change.body.get("pinned") is False])
     plan.steps.extend(loads)
@@ -125,6 +139,8 @@ def make_plan(
     if switch.changes:
         plan.steps.extend(_warm_ups(desired, switch, new))
         plan.steps.append(switch)
+    if tenants is not None:
+        plan.steps.append(tenants)
     if prune:
         plan.steps.extend(_unloads(desired, rows))
     return plan
@@ -178,6 +194,23 @@ def _warm_ups(desired: Desired, switch: Switch, new: Collection[str]) -> list[Wa
         for name in targets
         if name in desired.adapters and name not in new and desired.adapters[name].warmup
     ]
+
+
+def _tenants(client: ControlClient, desired: Desired, refusals: list[str]) -> SetTenants | None:
+    """The change of tenants that the server would take, None for none."""
+    if desired.tenants is None:
+        return None
+    try:
+        found = client.put_tenants(desired.tenants, dry_run=True)
+    except ServerError as error:
+        if error.status_code is None:
+            raise
+        refusals.append(f"tenants: {error}")
+        return None
+    if found["same"]:
+        return None
+    difference = {what: found[what] for what in ("added", "changed", "removed")}
+    return SetTenants(desired.tenants, difference, found["changes"])
 
 
 def _unloads(desired: Desired, rows: Mapping[str, Any]) -> list[Unload]:

@@ -8,6 +8,8 @@ successor of the adapter that it was meant for.
 from collections.abc import Iterable
 from typing import Any
 
+from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
 from sglang_graft.cache import AdapterNode, Loss, State, forecast
 from sglang_graft.cache.runs import below
 from sglang_graft.engine import pinning
@@ -128,6 +130,15 @@ def release(scheduler: Any, arguments: Arguments) -> dict[str, Any]:
     return {"freed_bytes": now * size, "following_bytes": later * size}
 
 
+def unload(scheduler: Any, arguments: Arguments) -> dict[str, Any]:
+    """Retire an adapter; the second time, when its last request has ended, forget it."""
+    ref = UnloadLoRAAdapterReqInput(lora_name=arguments["name"], lora_id=arguments["id"])
+    result = scheduler.unload_lora_adapter(ref)
+    if not result.success:
+        raise ValueError(result.error_message)
+    return {"freed": result.error_message}
+
+
 OPERATIONS = {
     "adapters": adapters,
     "pin_adapter": pin,
@@ -135,6 +146,7 @@ OPERATIONS = {
     "warm_adapter": warm,
     "foresee_adapter": foresee,
     "release_adapter": release,
+    "unload_adapter": unload,
 }
 
 _WHY = "running requests, pins and what is promised to them hold the rest of the pool"

@@ -31,10 +31,10 @@ def can_schedule(
     if not self.tree_cache.residency.is_known(req.lora_id):
         message = f"LoRA adapter {req.lora_id} was unloaded before this request could start"
         _end(req, message)
-    elif not req.to_finish and (failure := self.tree_cache.waiting.failure(req)) is not None:
-        _end(req, failure)
     if not self.tree_cache.tenancy.may_start(req):
         return False  # it keeps nobody else waiting
+    if not req.to_finish and (failure := self.tree_cache.waiting.failure(req)) is not None:
+        _end(req, failure)
     if not turns.in_turn(original, self, req, running_loras):
         return False
     if req.to_finish or self.tree_cache.waiting.may_start(req):

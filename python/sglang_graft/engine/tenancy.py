@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang_graft.cache import Reason
 from sglang_graft.cache.shares import NOTHING, Incoming, Share, Shares
 from sglang_graft.engine.pinning import pages_wanted
+from sglang_graft.engine.precedence import Precedence, is_within_floor
 from sglang_graft.tenants import carrier
 from sglang_graft.tiers.residency import PAGES_OF_A_REQUEST
 
@@ -51,6 +53,9 @@ class Tenancy:
         # What the requests that run may come to take, by share: pages, and adapters by serial.
         self._pages: dict[Share, int] = {}
         self._adapters: dict[Share, set[int]] = {}
+        self.precedence = Precedence()
+        # Ids of the requests of this pass' queue that are looked at; None: no pass has begun.
+        self._chosen: set[str] | None = None
 
     # ---- whose
 
@@ -77,8 +82,14 @@ class Tenancy:
     # ---- limits
 
     def set_limits(self, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over the limits of all tenants. ValueError, with nothing changed, if they cannot
-        hold: all floors beside the pinned adapters, the largest adapter and the smallest request.
+        """Take over the limits of all tenants, or raise as `check_limits`, with nothing changed."""
+        found = self.check_limits(wanted)
+        self.shares.limit({name: (limits.floor, limits.cap) for name, limits in found.items()})
+        self.priorities = {name: limits.priority for name, limits in found.items()}
+
+    def check_limits(self, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Limits]:
+        """The limits of all tenants. ValueError if they cannot hold: all floors beside the pinned
+        adapters, the largest adapter and the smallest request.
         """
         total = self.cache.tree.ledger.total
         found = {name: _resolve(name, fields, total) for name, fields in wanted.items()}
@@ -92,8 +103,7 @@ class Tenancy:
                 f" pinned adapters hold {pinned}, the largest adapter needs {largest} and a request"
                 f" {PAGES_OF_A_REQUEST}"
             )
-        self.shares.limit({name: (limits.floor, limits.cap) for name, limits in found.items()})
-        self.priorities = {name: limits.priority for name, limits in found.items()}
+        return found
 
     def largest_adapter(self) -> int:
         """Pages of the largest adapter that is known."""
@@ -116,7 +126,7 @@ class Tenancy:
         for share in self.shares:
             over = share.over_cap(incoming.get(share, 0))
             if over > 0:
-                self.cache.tree.evict(over, only=share)
+                self.cache.tree.evict(over, Reason.CAP, only=share)
 
     def provide(self, pages: int, incoming: Incoming) -> None:
         """Free `pages` for requests that run and cannot wait.
@@ -137,9 +147,10 @@ class Tenancy:
     def begin_pass(self, running: Iterable[Any], queue: list[Any]) -> None:
         """A pass over the waiting queue: caps hold, promises are counted, turns are fair."""
         self._pages, self._adapters = {}, {}
+        self.precedence.begin_pass(self.shares)
         counts: dict[Share, int] = {}
         for req in running:
-            self.admitted(req)
+            self._promise(req)
             share = self.share(req)
             counts[share] = counts.get(share, 0) + 1
         self.enforce_caps()
@@ -161,7 +172,7 @@ class Tenancy:
             tree.evict(need - tree.ledger.free, incoming={share: need})
 
     def order(self, queue: list[Any], running: Mapping[Share, int]) -> None:
-        """Sort the waiting queue in place: priority, then who is below its floor, then round robin.
+        """Sort the waiting queue in place: priority, then who is within its floor, then in turns.
 
         The nth waiting request of a tenant with m running ones comes in round m + n; in a round
         the order is the queue's, which SGLang's own policy made.
@@ -174,31 +185,41 @@ class Tenancy:
             share = self.share(req)
             turn = rounds.get(share, 0)
             rounds[share] = turn + 1
-            below = share.floor > 0 and share.held <= share.floor
+            first = 0 if is_within_floor(share) else 1
             priority = self.priorities.get(share.name, 0)
-            keys[place] = (-priority, 0 if below else 1, turn, place)
+            keys[place] = (-priority, first, turn, place)
         queue[:] = [queue[place] for place in sorted(keys, key=keys.__getitem__)]
 
     def may_start(self, req: Any) -> bool:
-        """Whether a waiting request fits below its tenant's cap beside those that run."""
-        share = self.share(req)
-        if share.cap is None or req.to_finish:
+        """Whether a waiting request is one of `choose`, and fits below its tenant's cap beside
+        those that run and those that this pass has admitted, which have no precedence."""
+        if req.to_finish:
             return True
+        share = self.share(req)
+        if self._chosen is not None and req.rid not in self._chosen:
+            return False
+        if self.precedence.waits_for_others(share):
+            return False
         promised = self._pages.get(share, 0)
-        return promised + self._demand(req, share, self._adapters) <= share.cap
+        return share.cap is None or promised + self._demand(req, share, self._adapters) <= share.cap
 
-    def startable(self, queue: list[Any]) -> list[Any]:
-        """Those of the waiting queue that fit below their caps together with those before them.
+    def choose(self, queue: list[Any]) -> list[Any]:
+        """Those of the waiting queue that this pass looks at: they fit below their caps together
+        with those before them, and nobody who goes first waits while they come.
 
         Nothing is loaded for the others: it would push out what the first ones need.
         """
-        if all(share.cap is None for share in self.shares):
+        if not self.enabled:
             return queue
+        known = set() if self._chosen is None else self._chosen
+        waiting = {self.share(req) for req in queue if not req.to_finish}
         pages = dict(self._pages)
         adapters = {share: set(found) for share, found in self._adapters.items()}
         chosen = []
         for req in queue:
             share = self.share(req)
+            if req.rid not in known and self.precedence.comes_later(share, waiting):
+                continue
             demand = self._demand(req, share, adapters)
             if share.cap is not None and pages.get(share, 0) + demand > share.cap:
                 continue
@@ -207,9 +228,15 @@ class Tenancy:
             node = self.cache.residency.node(req.lora_id)
             if node is not None:
                 adapters.setdefault(share, set()).add(node.serial)
+        self._chosen = {req.rid for req in chosen}
         return chosen
 
     def admitted(self, req: Any) -> None:
+        """This pass has admitted a request."""
+        self.precedence.admitted(self.share(req))
+        self._promise(req)
+
+    def _promise(self, req: Any) -> None:
         """A request runs, and may take what it asked for."""
         share = self.share(req)
         if share.cap is None:

@@ -109,7 +109,9 @@ def set_from_file(cache: GraftPrefixCache, path: str) -> None:
 
 
 def _set(scheduler: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    scheduler.tree_cache.tenancy.set_limits(arguments["tenants"])
+    tenancy = scheduler.tree_cache.tenancy
+    take = tenancy.check_limits if arguments.get("dry_run") else tenancy.set_limits
+    take(arguments["tenants"])
     return {}
 
 

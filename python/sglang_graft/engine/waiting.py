@@ -92,8 +92,7 @@ def begin_pass(self: Any, prefill_delayer_single_pass: Any, running_batch: Any) 
     cache.pool.ledger.reserve = reserved_pages(self, running_batch)
     if cache.tenancy.enabled:
         cache.tenancy.begin_pass(running(self, running_batch), self.waiting_queue)
-    queue = self.waiting_queue
-    cache.waiting.step(cache.tenancy.startable(queue) if cache.tenancy.enabled else queue)
+    cache.waiting.step(cache.tenancy.choose(self.waiting_queue))
     cache.check_now()
 
 

@@ -3,18 +3,12 @@
 An alias leads to a name, and only this process knows it: the scheduler never sees one. A request
 takes the adapter's id in the moment in which its alias is looked up (`names.resolve_native`), so
 one that is under way at a switch ends on the adapter that it began with.
-
-Target (0.5.17): `TokenizerControlMixin.unload_lora_adapter`. Reason: an adapter to which an alias
-leads is not unloaded by a client, or requests for the alias would find nothing.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from sglang.srt.managers.io_struct import LoRAUpdateOutput
-
 from sglang_graft.adapters.folder_names import given_problem
-from sglang_graft.engine.hooks import Hook
 from sglang_graft.serving.adapter_store import base_names, on_demand
 
 _ATTRIBUTE = "_graft_aliases"
@@ -105,27 +99,12 @@ async def _bad_name(manager: Any, alias: str) -> str | None:
     return None
 
 
-async def unload(
-    original: Callable[..., Awaitable[Any]], self: Any, obj: Any, request: Any = None
-) -> Any:
-    """AROUND `unload_lora_adapter`. Without an HTTP request Graft itself, or a program, asks."""
-    leading = aliases(self).of(obj.lora_name)
-    if request is not None and leading:
-        reason = (
-            f"adapter {obj.lora_name}: {', '.join(map(repr, leading))} leads to it; switch or"
-            " delete that alias first"
-        )
-        return LoRAUpdateOutput(success=False, error_message=reason)
-    return await original(self, obj, request)
-
-
-HOOKS = (
-    Hook(
-        target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-        ".unload_lora_adapter",
-        kind="around",
-        function=unload,
-        parameters=("self", "obj", "_"),
-        reason="an alias never leads to an adapter that a client has unloaded",
-    ),
-)
+def led_to(manager: Any, name: str) -> str | None:
+    """Why a client may not unload an adapter: requests for an alias would find nothing."""
+    leading = aliases(manager).of(name)
+    if not leading:
+        return None
+    return (
+        f"adapter {name}: {', '.join(map(repr, leading))} leads to it; switch or delete that alias"
+        " first"
+    )

@@ -6,7 +6,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_graft.engine.hooks import register, verify
 from sglang_graft.serving import (
-    aliases,
     bad_input,
     chat_templates,
     drain,
@@ -49,7 +48,6 @@ HOOKS = (
     *unload.HOOKS,
     *request_metrics.HOOKS,
     *page_routes.HOOKS,
-    *aliases.HOOKS,
     *request_id.HOOKS,
     *request_log.HOOKS,
     *drain.HOOKS,

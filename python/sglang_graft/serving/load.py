@@ -40,7 +40,7 @@ async def _load(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any)
     base = {manager.served_model_name, manager.server_args.model_path}
     plain = LoadLoRAAdapterReqInput(lora_name=name, lora_path=obj.lora_path, pinned=obj.pinned)
     registry = manager.lora_registry
-    async with registry.load_lock:
+    async with registry.lock_of(name), registry.load_lock:
         if (reason := names.reserved(name, base) or aliases.taken(manager, name)) is not None:
             return LoRAUpdateOutput(success=False, error_message=reason)
         if registry.ref(name) is not None and not getattr(obj, "load_inplace", False):
@@ -67,13 +67,12 @@ async def _load_or_replace(
 ) -> Any:
     if manager.lora_registry.ref(plain.lora_name) is None:
         result = await original(manager, plain, None)
-        return unload.with_freed(result, Freed(0, 0, 0), 0) if result.success else result
+        return unload.with_freed(manager, Freed(0, 0, 0), 0) if result.success else result
     async with manager.lora_update_lock:
         return await _replace(manager, plain)
 
 
 async def _replace(manager: Any, obj: LoadLoRAAdapterReqInput) -> Any:
-    """An unload may have taken the name meanwhile; then there is nothing to retire."""
     ref = LoRARef(lora_name=obj.lora_name, lora_path=obj.lora_path, pinned=obj.pinned)
     obj.lora_id = ref.lora_id
     (result,) = await manager.update_lora_adapter_communicator(obj)
@@ -81,9 +80,8 @@ async def _replace(manager: Any, obj: LoadLoRAAdapterReqInput) -> Any:
         return result
     old = manager.lora_registry.swap(ref)
     manager.lora_ref_cache[obj.lora_name] = ref
-    if old is None:
-        return unload.with_freed(result, Freed.from_text(result.error_message), 0)
-    return await unload.retired(manager, old, result)
+    assert old is not None, f"{obj.lora_name} had no registration, and its lock was held"
+    return await unload.retired(manager, old, Freed.from_text(result.error_message))
 
 
 HOOKS = (

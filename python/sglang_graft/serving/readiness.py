@@ -26,11 +26,15 @@ POLL_SECONDS = 0.1
 
 
 class Ready(BaseModel):
-    """The answer of /health/ready. `state` is one word, `reason` a sentence."""
+    """The answer of /health/ready. `state` is one word, `reason` a sentence.
+
+    instance: chosen at random when the process starts, so another one tells of a restart.
+    """
 
     ready: bool
     state: str
     reason: str
+    instance: str
 
 
 class Readiness:
@@ -39,6 +43,7 @@ class Readiness:
     def __init__(self, manager: Any, drain: Drain, warm: Sequence[str] = ()) -> None:
         self.manager, self.drain, self.warm = manager, drain, tuple(warm)
         self.holds: dict[str, str] = {}
+        self.instance = uuid.uuid4().hex
         self._failed: list[str] = []
         if warm:
             self._hold_warm_up(0)
@@ -46,7 +51,7 @@ class Readiness:
     def look(self) -> Ready:
         """The first reason not to be ready, if there is one."""
         state, reason = self._state()
-        return Ready(ready=state == "ready", state=state, reason=reason)
+        return Ready(ready=state == "ready", state=state, reason=reason, instance=self.instance)
 
     def _state(self) -> tuple[str, str]:
         status = self.manager.server_status

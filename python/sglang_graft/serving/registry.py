@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
@@ -40,8 +41,9 @@ class GraftRegistry(LoRARegistry):
         # Seconds for which a name may be unused, see `serving/lifetimes`.
         self.time_to_live: dict[str, float] = {}
         super().__init__(lora_paths)
-        # Held from the look at a name until its load has ended: loads of one name do not race.
+        # One load after the other, as SGLang has it. Aliases change between two loads.
         self.load_lock = asyncio.Lock()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # Registrations without a name, by id, whose last request has not ended.
         self.retired: dict[str, LoRARef] = {}
         self.reaper: asyncio.Task[None] | None = None
@@ -59,6 +61,10 @@ class GraftRegistry(LoRARegistry):
     async def wait_for_unload(self, lora_id: str) -> None:
         """Not offered: an unload does not wait, see `serving/unload`."""
         raise NotImplementedError("Graft unloads without waiting; wanted serving.unload")
+
+    def lock_of(self, lora_name: str) -> asyncio.Lock:
+        """Held while a name is loaded, replaced or unloaded; taken before every other lock."""
+        return self._locks.setdefault(lora_name, asyncio.Lock())
 
     def ref(self, lora_name: str) -> LoRARef | None:
         """The registration that a name leads to."""

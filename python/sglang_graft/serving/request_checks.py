@@ -2,18 +2,27 @@
 
 Targets (0.5.17):
 - BEFORE `TokenizerManager._validate_one_request`: SGLang looks a client's token id up in the
-  embedding whatever it is; one id out of range ends the scheduler, and with it every request;
+  embedding whatever it is; one id out of range ends the scheduler, and with it every request; so
+  does a request to generate, on a server with `--is-embedding`;
 - BEFORE `TokenizerManager._init_req_state`: a list of adapters that is shorter than the batch is an
   IndexError there, which a client sees as 500.
 """
 
 from typing import Any
 
+from sglang.srt.managers.io_struct import GenerateReqInput
+
 from sglang_graft.engine.hooks import Hook
 
 
-def check_token_ids(self: Any, obj: Any, input_ids: Any) -> None:
-    """BEFORE `_validate_one_request`: ValueError for the first id that is out of range."""
+def check_one(self: Any, obj: Any, input_ids: Any) -> None:
+    """BEFORE `_validate_one_request`: ValueError for what the model does not do, and for the first
+    id that is out of range."""
+    if isinstance(obj, GenerateReqInput) and not self.is_generation:
+        raise ValueError(
+            "This server was started with --is-embedding and generates nothing; wanted"
+            " /v1/embeddings, /encode or /classify."
+        )
     if obj.input_ids is None or not input_ids:
         return  # the tokenizer's own ids
     size = self.model_config.vocab_size
@@ -38,9 +47,9 @@ HOOKS = (
     Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
         kind="before",
-        function=check_token_ids,
+        function=check_one,
         parameters=("self", "obj", "input_ids"),
-        reason="a wrong token id is an error of its request alone",
+        reason="a wrong token id, or a wrong kind of request, is an error of its request alone",
     ),
     Hook(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state",

@@ -52,12 +52,13 @@ _PATHS = {
     """,
     Does.SHOWS: "/graft /graft/page/{name}",
     Does.OPERATES: """
-        /graft/pool /graft/requests /graft/overview /graft/tenants /graft/why/{name:path}
+        /graft/pool /graft/requests /graft/overview /graft/why/{name:path}
         /list_external_corpora /is_scaling_elastic_ep /get_weights_by_name
         /get_remote_instance_transfer_engine_info /remote_instance_transfer_engine_info
     """,
     Does.CHANGES: """
         /graft/adapters /graft/adapters/{name:path} /graft/aliases /graft/aliases/{alias:path}
+        /graft/tenants /graft/tenants/undo
         /graft/drain /set_internal_state /flush_cache /add_external_corpus /remove_external_corpus
         /clear_hicache_storage_backend /hicache/storage-backend/clear /hicache/storage-backend
         /start_profile /stop_profile /set_trace_level /freeze_gc /configure_logging

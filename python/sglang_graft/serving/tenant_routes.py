@@ -1,4 +1,4 @@
-"""GET /graft/tenants, and tenants at the start of the HTTP server.
+"""/graft/tenants, and tenants at the start of the HTTP server.
 
 Target (0.5.17): BEFORE `http_server._setup_and_run_http_server`. Reason: SGLang warms its server up
 over HTTP with its one API key; with tenants there is none, so it gets one that lives as long as the
@@ -8,13 +8,14 @@ process and is nowhere written.
 import copy
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException, Query
+from pydantic import BaseModel, ConfigDict
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.serving import tenants
+from sglang_graft.serving import tenant_change, tenants
 from sglang_graft.serving.control import ask
 from sglang_graft.serving.tenant_gate import TenantGate
 
@@ -22,20 +23,55 @@ router = APIRouter(prefix="/graft", tags=["graft"])
 _own_key: list[str] = []
 
 
+class Undo(BaseModel):
+    """Body of POST /graft/tenants/undo: the number that the change had."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    changes: int
+
+
+def _manager() -> Any:
+    from sglang.srt.entrypoints import http_server
+
+    return http_server._global_state.tokenizer_manager
+
+
 @router.get("/tenants")
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def report() -> dict[str, Any]:
     """The tenants file as it is used, and what each tenant holds of the pool."""
-    from sglang.srt.entrypoints import http_server
-
     state = tenants.current()
     if state is None:
         return {"file": None, "error": None, "changes": 0, "tenants": {}}
     found = state.report()
-    held = await ask(http_server._global_state.tokenizer_manager, "tenants")
+    held = await ask(_manager(), "tenants")
     for name, row in found["tenants"].items():
         row["pages"] = held["tenants"].get(name)
     return found | {"common_pages": held["common"], "floors_broken": held["floors_broken"]}
+
+
+@router.put("/tenants")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def put(
+    body: dict[str, Any],
+    dry_run: Annotated[bool, Query(description="Only say what would change.")] = False,
+) -> dict[str, Any]:
+    """Write the tenants file anew and take it over, or neither; what a file holds is the body."""
+    try:
+        return await tenant_change.put(_manager(), body, dry_run=dry_run)
+    except tenant_change.ChangeError as error:
+        raise HTTPException(status_code=error.status_code, detail=str(error)) from None
+
+
+@router.post("/tenants/undo")
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def undo(body: Undo) -> dict[str, Any]:
+    """Go back to what was before the last PUT, if nothing has changed since."""
+    try:
+        return await tenant_change.undo(_manager(), body.changes)
+    except tenant_change.ChangeError as error:
+        raise HTTPException(status_code=error.status_code, detail=str(error)) from None
 
 
 def add_gate(app: Any, server_args: Any, manager: Callable[[], Any]) -> None:

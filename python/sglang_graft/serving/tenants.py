@@ -54,6 +54,8 @@ class Tenants:
         """Why the file as it is now is not used."""
         self.changes = 0
         """How often a changed file was taken over since start."""
+        self.changing = asyncio.Lock()
+        """Held while a new state is looked at, checked and taken over."""
         self._seen: tuple[int, ...] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -65,7 +67,12 @@ class Tenants:
 
     async def look(self, manager: Any) -> None:
         """Take over the file if it has changed since the last look."""
-        seen = await asyncio.to_thread(_signature, self.path)
+        async with self.changing:
+            await self.look_now(manager)
+
+    async def look_now(self, manager: Any) -> None:
+        """As `look`, for whoever holds `changing`."""
+        seen = await asyncio.to_thread(signature, self.path)
         if seen == self._seen:
             return
         try:
@@ -74,13 +81,18 @@ class Tenants:
         except (TenantsError, RefusedOperationError) as error:
             self.error = str(error)
             logger.error("The tenants stay as they were: %s", error)
+            self._seen = seen
         else:
-            if tenants != self.table.tenants:
-                self.table = TenantTable(tenants)
-                self.meter.configure(tenants)
-                self.changes += 1
-                logger.info("Tenants from %s: %s", self.path, ", ".join(tenants) or "none")
-            self.error = None
+            self.take(tenants, seen)
+
+    def take(self, tenants: Mapping[str, Tenant], seen: tuple[int, ...]) -> None:
+        """Use a state that the scheduler has taken over; `seen`: of the file that says so."""
+        if tenants != self.table.tenants:
+            self.table = TenantTable(tenants)
+            self.meter.configure(tenants)
+            self.changes += 1
+            logger.info("Tenants from %s: %s", self.path, ", ".join(tenants) or "none")
+        self.error = None
         self._seen = seen
 
     async def _watch(self, manager: Any) -> None:
@@ -182,7 +194,8 @@ def no_such_model(name: str) -> JSONResponse:
     return JSONResponse({"error": found}, status_code=404)
 
 
-def _signature(path: Path) -> tuple[int, ...]:
+def signature(path: Path) -> tuple[int, ...]:
+    """Differs when a file was written or replaced; the same for every file that is not there."""
     try:
         found = path.stat()
     except OSError:

@@ -1,13 +1,17 @@
 """Unloading an adapter: its name goes at once, its bytes with its last request.
 
-Target (0.5.17): `TokenizerControlMixin._unload_lora_adapter_locked`. Reason: SGLang waits for the
-adapter's requests to end before it answers, for ever while generation is paused, and holds up every
-later load and unload meanwhile. It also loads an unloaded adapter again when a request names it.
+Target (0.5.17): `TokenizerControlMixin.unload_lora_adapter`. Reason: SGLang waits for the adapter's
+requests to end before it answers, for ever while generation is paused, and holds up every later
+load and unload meanwhile. It also loads an unloaded adapter again when a request names it.
 
 Here an unload retires the registration: nobody finds its name, and the scheduler frees what no
 request holds. Requests that were accepted before finish on the adapter, wherever they are by then:
 running, waiting, or not sent yet. When the last of them has ended, the reaper tells the scheduler
 to forget the registration.
+
+It waits for loads of its own name only. SGLang has one lock and one line of messages for loads and
+unloads; behind a few loads, whose folders are read one after the other, an unload would wait for
+all of them. So it goes as an operation of `engine/control`, which every turn of the loop answers.
 """
 
 import asyncio
@@ -16,10 +20,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sglang.srt.lora.lora_registry import LoRARef
-from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
+from sglang.srt.managers.io_struct import LoRAUpdateOutput
 
 from sglang_graft.engine.freed import Freed
 from sglang_graft.engine.hooks import Hook
+from sglang_graft.serving import aliases
+from sglang_graft.serving.control import RefusedOperationError, ask
 from sglang_graft.serving.registry import in_flight
 
 logger = logging.getLogger(__name__)
@@ -39,12 +45,13 @@ class FreedOutput(LoRAUpdateOutput):
     """Requests of the adapter that are under way."""
 
 
-def with_freed(result: Any, freed: Freed, requests: int) -> FreedOutput:
+def with_freed(manager: Any, freed: Freed, requests: int) -> FreedOutput:
     """A success, and what it freed."""
+    loaded = manager.lora_registry.get_all_adapters()
     return FreedOutput(
         success=True,
         error_message="",
-        loaded_adapters=result.loaded_adapters,
+        loaded_adapters={name: ref.lora_path for name, ref in loaded.items()},
         freed_pages=freed.pages,
         freed_bytes=freed.pages * freed.page_bytes,
         following_pages=freed.following,
@@ -53,43 +60,49 @@ def with_freed(result: Any, freed: Freed, requests: int) -> FreedOutput:
     )
 
 
-async def retired(manager: Any, ref: LoRARef, result: Any) -> FreedOutput:
-    """The scheduler has retired `ref` with `result`: forget it now, or with its last request."""
-    freed, requests = Freed.from_text(result.error_message), in_flight(manager)[ref.lora_id]
+async def retired(manager: Any, ref: LoRARef, freed: Freed) -> FreedOutput:
+    """The scheduler has retired `ref`, which `freed`: forget it now, or with its last request."""
+    requests = in_flight(manager)[ref.lora_id]
     if requests == 0:
-        rest = await _forget(manager, ref)
+        rest = await _tell(manager, ref)
         freed = Freed(freed.pages + rest.pages, 0, freed.page_bytes)
     else:
         registry = manager.lora_registry
         registry.retired[ref.lora_id] = ref
         if registry.reaper is None or registry.reaper.done():
             registry.reaper = asyncio.ensure_future(_reap(manager))
-    return with_freed(result, freed, requests)
+    return with_freed(manager, freed, requests)
 
 
-async def unload(original: Callable[..., Awaitable[Any]], self: Any, obj: Any) -> Any:
-    """AROUND `_unload_lora_adapter_locked`. ValueError, as from SGLang, for a name not loaded."""
-    ref = self.lora_registry.take(obj.lora_name)
-    self.lora_ref_cache.pop(obj.lora_name, None)
+async def unload(
+    original: Callable[..., Awaitable[Any]], self: Any, obj: Any, request: Any = None
+) -> Any:
+    """AROUND `unload_lora_adapter`. Without an HTTP request Graft itself, or a program, asks."""
+    self.auto_create_handle_loop()
     # A caller that gives up must not take the scheduler's answer away from the next one.
-    return await asyncio.shield(_unload(self, ref))
+    return await asyncio.shield(_unload(self, obj.lora_name, by_client=request is not None))
 
 
-async def _unload(manager: Any, ref: LoRARef) -> FreedOutput:
-    return await retired(manager, ref, await send_unload(manager, ref))
+async def _unload(manager: Any, name: str, *, by_client: bool) -> LoRAUpdateOutput:
+    registry = manager.lora_registry
+    async with registry.lock_of(name):
+        if by_client and (reason := aliases.led_to(manager, name)) is not None:
+            return LoRAUpdateOutput(success=False, error_message=reason)
+        try:
+            ref = registry.take(name)
+        except ValueError as error:
+            return LoRAUpdateOutput(success=False, error_message=str(error))
+        manager.lora_ref_cache.pop(name, None)
+        return await retired(manager, ref, await _tell(manager, ref))
 
 
-async def _forget(manager: Any, ref: LoRARef) -> Freed:
-    result = await send_unload(manager, ref)
-    return Freed.from_text(result.error_message)
-
-
-async def send_unload(manager: Any, ref: LoRARef) -> Any:
-    """The scheduler's answer; the first call for an adapter retires it, the second forgets it."""
-    request = UnloadLoRAAdapterReqInput(lora_name=ref.lora_name, lora_id=ref.lora_id)
-    (result,) = await manager.update_lora_adapter_communicator(request)
-    assert result.success, f"the scheduler does not know {ref}: {result.error_message}"
-    return result
+async def _tell(manager: Any, ref: LoRARef) -> Freed:
+    """What that frees; the first time for an adapter retires it, the second forgets it."""
+    try:
+        reply = await ask(manager, "unload_adapter", id=ref.lora_id, name=ref.lora_name)
+    except RefusedOperationError as error:
+        raise AssertionError(f"the scheduler does not know {ref}: {error}") from None
+    return Freed.from_text(reply["freed"])
 
 
 async def _reap(manager: Any) -> None:
@@ -99,7 +112,7 @@ async def _reap(manager: Any) -> None:
         await asyncio.sleep(POLL_SECONDS)
         used = in_flight(manager)
         for adapter_id in [i for i in retired if not used[i]]:
-            freed = await _forget(manager, retired[adapter_id])
+            freed = await _tell(manager, retired[adapter_id])
             ref = retired.pop(adapter_id)
             logger.info("Adapter %s: its last request has ended, %s", ref.lora_name, freed)
 
@@ -107,10 +120,10 @@ async def _reap(manager: Any) -> None:
 HOOKS = (
     Hook(
         target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-        "._unload_lora_adapter_locked",
+        ".unload_lora_adapter",
         kind="around",
         function=unload,
-        parameters=("self", "obj"),
+        parameters=("self", "obj", "_"),
         reason="an unload ends, and an unloaded adapter stays unloaded",
     ),
 )

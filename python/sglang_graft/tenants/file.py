@@ -26,7 +26,14 @@ _PERCENT = re.compile(r"(\d{1,3}(?:\.\d+)?) ?%")
 
 
 class TenantsError(ValueError):
-    """The file cannot be used; the message names it, the tenant and the field."""
+    """The file cannot be used; the message names it, the tenant and the field.
+
+    place: where in its content that is, the outermost key first; empty when it has no content.
+    """
+
+    def __init__(self, message: str, place: tuple[int | str, ...] = ()) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 def _pages(value: Any) -> Any:
@@ -55,7 +62,7 @@ Pages = Annotated[int | float, BeforeValidator(_pages), AfterValidator(_fits)]
 class Tenant(BaseModel):
     """One tenant. Everything that is left out is denied, unlimited or 0."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     keys: tuple[str, ...] = Field(min_length=1)
     """Hashes of its API keys; several while one replaces another."""
@@ -82,7 +89,12 @@ class Tenant(BaseModel):
     @field_validator("requests_per_second", "tokens_per_second", "burst_seconds", mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
-        return float(value) if type(value) is int else value
+        if type(value) is not int:
+            return value
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError("wanted a smaller number") from None
 
     @field_validator("keys")
     @classmethod
@@ -141,20 +153,25 @@ class _File(BaseModel):
         return self
 
 
+def check(content: Any) -> dict[str, Tenant]:
+    """Tenants by name from what a file holds. TenantsError says what is wrong, and at which place;
+    it never has a value in it: a key may stand where none should."""
+    if not isinstance(content, dict):
+        raise TenantsError(f"wanted an entry `tenants:`, got {type(content).__name__}")
+    try:
+        return _File.model_validate(content).tenants
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise TenantsError(_told(first["loc"], first["msg"]), first["loc"]) from None
+
+
 def parse(text: str, source: str) -> dict[str, Tenant]:
     """Tenants by name from YAML or JSON (which is YAML too). TenantsError for anything wrong."""
     try:
-        content = _load(text)
-        if not isinstance(content, dict):
-            raise TenantsError(
-                f"{source}: wanted an entry `tenants:`, got {type(content).__name__}"
-            )
-        return _File.model_validate(content).tenants
-    except ValidationError as error:
-        raise TenantsError(f"{source}: {_first(error)}") from None
+        return check(_load(text))
+    except TenantsError as error:
+        raise TenantsError(f"{source}: {error}", error.place) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, TenantsError):
-            raise
         raise TenantsError(f"{source}: not YAML or JSON: {_one_line(error)}") from None
 
 
@@ -199,14 +216,12 @@ def _check_keys(keys: list[Any]) -> None:
         seen.add(key.value)
 
 
-def _first(error: ValidationError) -> str:
-    """The first thing wrong, without the value: a key may stand where none should."""
-    found = error.errors(include_input=False, include_url=False)[0]
+def _told(place: tuple[int | str, ...], message: str) -> str:
     # Branches of a union have names of pydantic's own.
-    where = [str(part) for part in found["loc"] if part not in ("int", "float", "[key]")]
+    where = [str(part) for part in place if part not in ("int", "float", "[key]")]
     if where[:1] == ["tenants"] and len(where) > 1:
         where = [f"tenant {where[1]}", *where[2:]]
-    return ": ".join([*where, found["msg"].removeprefix("Value error, ")])
+    return ": ".join([*where, message.removeprefix("Value error, ")])
 
 
 def _one_line(error: Exception) -> str:

@@ -20,6 +20,10 @@ class ControlServer:
         self.calls: list[str] = []
         self.fails: dict[tuple[str, str], int] = {}
         self.cold: set[str] = set()
+        self.tenants: dict[str, Any] = {}
+        self.tenants_before: dict[str, Any] = {}
+        self.tenant_changes = 0
+        self.instance: str | None = "first"
 
     def client(self, key: str = "") -> ControlClient:
         return ControlClient("http://server", key, transport=httpx.MockTransport(self._answer))
@@ -37,7 +41,13 @@ class ControlServer:
     def state(self) -> tuple[dict[str, Any], dict[str, str]]:
         return json.loads(json.dumps(self.adapters)), dict(self.aliases)
 
+    def restart(self) -> None:
+        """What a restart leaves: nothing but the tenants file."""
+        self.adapters, self.aliases, self.instance = {}, {}, f"after {self.instance}"
+
     def _answer(self, request: httpx.Request) -> httpx.Response:
+        if self.instance is None:
+            raise httpx.ConnectError("refused")
         path = unquote(request.url.path)
         flags = parse_qs(request.url.query.decode())
         body = json.loads(request.content) if request.content else None
@@ -47,6 +57,10 @@ class ControlServer:
         status = self.fails.get((request.method, path))
         if status is not None and not dry:
             return httpx.Response(status, json={"message": f"{path} fails"})
+        if path.startswith("/graft/tenants"):
+            return self._tenants(request.method, body, dry)
+        if path == "/health/ready":
+            return httpx.Response(503, json={"ready": False, "instance": self.instance})
         name = path.removeprefix("/graft/adapters").removeprefix("/")
         match request.method, path:
             case "GET", "/graft/adapters":
@@ -84,6 +98,35 @@ class ControlServer:
             done = name not in self.cold
             answer["warm"] = {"to": body["warm"], "done": done, "reason": "no room"}
         return _ok(answer)
+
+    def _tenants(self, method: str, body: Any, dry: bool) -> httpx.Response:
+        if method == "GET":
+            return _ok({"changes": self.tenant_changes})
+        if method == "PUT":
+            return self._put_tenants(body["tenants"], dry)
+        return self._undo_tenants(body["changes"])
+
+    def _put_tenants(self, wanted: dict[str, Any], dry: bool) -> httpx.Response:
+        if "greedy" in wanted:
+            return httpx.Response(409, json={"detail": "page_floor: all floors together are 9"})
+        old = self.tenants
+        found = {
+            "added": [name for name in wanted if name not in old],
+            "changed": [name for name in wanted if name in old and wanted[name] != old[name]],
+            "removed": [name for name in old if name not in wanted],
+        }
+        same = wanted == old
+        if not dry and not same:
+            self.tenants_before, self.tenants = old, wanted
+            self.tenant_changes += 1
+        return _ok({"changes": self.tenant_changes, "same": same, **found})
+
+    def _undo_tenants(self, changes: int) -> httpx.Response:
+        if changes != self.tenant_changes:
+            return httpx.Response(409, json={"detail": "cannot be taken back"})
+        self.tenants = self.tenants_before
+        self.tenant_changes += 1
+        return _ok({"changes": self.tenant_changes})
 
     def _prompt(self, body: dict[str, Any]) -> httpx.Response:
         assert body["lora_path"] in {*self.adapters, *self.aliases}

@@ -114,7 +114,9 @@ def test_refusals_are_told_before_anything_changes() -> None:
     assert server.calls == []
 
 
-PLACES = st.sampled_from(["warm-up", "no room", "alias", "load", "change", "unload"])
+PLACES = st.sampled_from(
+    ["warm-up", "no room", "alias", "load", "change", "unload", "tenants", "nothing"]
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,19 +141,22 @@ def test_whatever_fails_the_server_has_what_it_had(
         "change": ("PATCH", "/graft/adapters/a"),
         "unload": ("DELETE", "/graft/adapters/z"),
         "load": ("POST", "/graft/adapters"),
+        "tenants": ("PUT", "/graft/tenants"),
     }
     before = server.state()
     with server.client() as client:
-        plan = make_plan(
-            client, desired(adapters, {"line": min(names), "more": max(names)}), prune=prune
-        )
+        wanted = desired(adapters, {"line": min(names), "more": max(names)})
+        wanted = wanted.model_copy(update={"tenants": {"t": {}}})
+        plan = make_plan(client, wanted, prune=prune)
         if place in failing:
             server.fails[failing[place]] = 409
         said: list[str] = []
         outcome = apply(client, plan, said.append)
     if outcome.error is None:
-        assert place in ("change", "unload", "load", "warm-up", "no room")
+        assert place not in ("alias", "tenants")
+        assert server.tenants == {"t": {}}
         return
+    assert server.tenants == {}
     if place == "alias":
         # The one step that fails is also the way back; then nothing was switched.
         assert outcome.lost == []
@@ -210,9 +215,95 @@ def test_a_watch_runs_when_the_file_changes(tmp_path: Path, monkeypatch: Any) ->
     with server.client() as client:
         code = run(client, file, options)
         with pytest.raises(KeyboardInterrupt):
-            sync._follow(client, file, options, 0.1, code)
+            sync._follow(client, file, options, 0.1, code, "first")
     assert looks == [1, 1, 2, 2]
     assert server.calls == ["POST /graft/adapters"] * 2, "an unchanged file is left alone"
+
+
+def test_a_watch_runs_when_the_server_has_restarted(tmp_path: Path, monkeypatch: Any) -> None:
+    server, file = ControlServer(), tmp_path / "a.yaml"
+    file.write_text("adapters:\n  a: {path: /a, ttl_seconds: 9, priority: 1}\naliases: {line: a}\n")
+    options = Options(dry_run=False, prune=False, reread=False, as_json=True)
+    looks: list[bool] = []
+
+    def sleep(_: float) -> None:
+        looks.append(server.aliases == {"line": "a"} and server.adapters["a"]["priority"] == 1)
+        match len(looks):
+            case 2:
+                server.restart()
+            case 4:  # it is down for a while this time
+                server.restart()
+                looks_at, server.instance = server.instance, None
+                back.append(looks_at)
+            case 6:
+                server.instance = back.pop()
+            case 8:
+                raise KeyboardInterrupt
+
+    back: list[str | None] = []
+    monkeypatch.setattr(sync.time, "sleep", sleep)
+    with server.client() as client:
+        assert client.instance() == "first"
+        code = run(client, file, options)
+        with pytest.raises(KeyboardInterrupt):
+            sync._follow(client, file, options, 0.1, code, "first")
+    assert looks == [True, True, True, True, False, False, True, True]
+    assert len(server.calls) == 3 * 2, "each server was told once"
+
+
+TENANT = {"keys": [f"sha256:{'0' * 64}"]}
+
+
+def test_tenants_are_the_last_but_what_goes() -> None:
+    server = ControlServer()
+    server.add("old", "/old")
+    server.tenants = {"gone": TENANT, "same": TENANT, "other": TENANT}
+    wanted = desired({"a": {"path": "/a"}}, {"line": "a"}).model_copy(
+        update={"tenants": {"new": TENANT, "same": TENANT, "other": TENANT | {"priority": 1}}}
+    )
+    with server.client() as client:
+        steps = make_plan(client, wanted).steps
+    assert str(steps[-1]) == "tenants: added new; changed other; removed gone"
+    assert done(server, wanted, prune=True) == [
+        "POST /graft/adapters",
+        "PATCH /graft/aliases",
+        "PUT /graft/tenants",
+        "DELETE /graft/adapters/old",
+    ]
+    assert done(server, wanted) == []
+    assert done(server, desired({"a": {"path": "/a"}})) == [], "without tenants they are left alone"
+
+
+def test_tenants_that_the_server_refuses_are_told_before_anything_changes() -> None:
+    server = ControlServer()
+    wanted = desired({"a": {"path": "/a"}}).model_copy(update={"tenants": {"greedy": TENANT}})
+    with server.client() as client:
+        assert make_plan(client, wanted).refusals == [
+            "tenants: page_floor: all floors together are 9"
+        ]
+    assert server.calls == []
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_tenants_are_put_back_unless_somebody_else_has_changed_them(others: int) -> None:
+    server = ControlServer()
+    server.add("old", "/old")
+    server.tenants = {"a": TENANT}
+    wanted = desired({}).model_copy(update={"tenants": {"b": TENANT}})
+    server.fails["DELETE", "/graft/adapters/old"] = 409
+
+    def tell(line: str) -> None:
+        if line.startswith("unload"):
+            server.tenant_changes += others
+
+    with server.client() as client:
+        outcome = apply(client, make_plan(client, wanted, prune=True), tell)
+    assert outcome.error is not None
+    if others:
+        assert outcome.lost == ["put the tenants back: cannot be taken back"]
+    else:
+        assert (server.tenants, outcome.restored) == ({"a": TENANT}, ["put the tenants back"])
+        assert outcome.lost == []
 
 
 def test_an_interrupted_sync_is_taken_back_too() -> None:

@@ -25,6 +25,9 @@ aliases:
 """
 
 
+TENANT = f"tenants:\n  a:\n    keys: [sha256:{'0' * 64}]\n"
+
+
 def test_a_whole_file() -> None:
     desired = parse(WHOLE, FILE)
     legal = desired.adapters["legal-v2"]
@@ -58,7 +61,12 @@ def test_an_empty_file_wants_nothing(text: str) -> None:
         ("adapters:\n  a: {path: p}\n  a: {path: q}\n", 3, "the key 'a' is there twice"),
         ("adapters: [\n", 2, "expected the node content"),
         ("x: !!python/object:os.system {}\n", 1, "could not determine a constructor"),
-        ("adapters: {}\ntenants: {}\n", 2, "--graft-tenants"),
+        ("adapters: {}\ntenants:\n", 2, "tenants: Input should be a valid dictionary"),
+        ("tenants:\n  a:\n    keys: []\n", 3, "tenant a: keys: Tuple should have at least 1"),
+        ("tenants:\n  a b: {}\n", 2, "tenant a b: keys: Field required"),
+        (TENANT + "    page_floor: 200%\n", 4, "tenant a: page_floor: wanted at most 100%"),
+        (TENANT + "    tokens_per_second: .inf\n", 4, "tenant a: tokens_per_second"),
+        (TENANT + "  a: {}\n", 4, "the key 'a' is there twice"),
     ],
 )
 def test_errors_name_line_and_field(text: str, line: int, words: str) -> None:
@@ -83,3 +91,19 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SyncFileError, match="binary"):
         read_file(tmp_path / "binary")
+
+
+def test_tenants_are_those_of_a_tenants_file() -> None:
+    wanted = parse(TENANT + "    page_floor: 25%\n    adapters: ['a/*']\n", FILE).tenants
+    assert wanted == {
+        "a": {"keys": [f"sha256:{'0' * 64}"], "page_floor": "25%", "adapters": ["a/*"]}
+    }
+    assert parse("tenants: {}", FILE).tenants == {}
+    assert parse("adapters: {}", FILE).tenants is None
+
+
+def test_a_key_in_the_place_of_its_hash_is_not_repeated() -> None:
+    with pytest.raises(SyncFileError) as error:
+        parse("tenants:\n  a:\n    keys: [graft-secret]\n", FILE)
+    assert "entry 1: wanted sha256:" in str(error.value)
+    assert "secret" not in str(error.value)

@@ -178,3 +178,19 @@ def test_a_priority_is_set_and_shown(world: World) -> None:
     assert world.ask("adapters", "")["adapters"]["a"]["priority"] == 2
     leaves = world.ask("foresee_adapter", "d", pin=False)["leaves"]
     assert leaves[0]["adapters"] == ["b"], "a is older, and dearer"
+
+
+def test_an_unload_is_sglangs_own_between_two_turns() -> None:
+    world = World()
+    told = []
+
+    def unload(request: Any) -> Any:
+        told.append((request.lora_name, request.lora_id))
+        return SimpleNamespace(success=len(told) < 3, error_message="what it says")
+
+    world.scheduler.unload_lora_adapter = unload
+    for _ in range(2):  # retired, then forgotten
+        assert world.ask("unload_adapter", "a") == {"freed": "what it says"}
+    with pytest.raises(ValueError, match="what it says"):
+        world.ask("unload_adapter", "a")
+    assert told == [("a", "a")] * 3

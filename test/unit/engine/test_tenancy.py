@@ -1,5 +1,6 @@
 """Whose turn it is, what a cap holds back, and floors that a pool can hold."""
 
+import itertools
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_graft.cache import Lru, UnifiedTree
+from sglang_graft.cache import Lru, Reason, UnifiedTree
 from sglang_graft.engine import tenants
+from sglang_graft.engine.precedence import PATIENCE
 from sglang_graft.engine.tenancy import Tenancy
 from sglang_graft.engine.tenants import fit_into_limits, kept_last
 from sglang_graft.pool import Owner, PageLedger
 from sglang_graft.tenants import carrier
 
 PAGE = 16
+NUMBERS = itertools.count()
 
 
 class Cache:
@@ -35,6 +38,7 @@ class Cache:
 def request(who: str | None, prompt: int = 10, new: int = 6, adapter: str | None = None) -> Any:
     extra = carrier.encode(who, "mine", shared=False) + (adapter or "")
     req = SimpleNamespace(
+        rid=f"r{next(NUMBERS)}",
         extra_key=extra,
         lora_id=adapter,
         origin_input_ids=[7] * prompt,
@@ -125,12 +129,85 @@ def test_nothing_is_loaded_for_who_cannot_start_below_its_cap() -> None:
     tenancy.set_limits({"a": limits(cap=19)})
     one = request("a", adapter="x")  # 13 pages, the next with the same adapter 3
     queue = [one, request("a", adapter="x"), request("b"), request("a", prompt=100), request("a")]
-    assert tenancy.startable(queue) == [*queue[:3], queue[4]]
+    assert tenancy.choose(queue) == [*queue[:3], queue[4]]
+    assert [tenancy.may_start(req) for req in queue] == [True, True, True, False, True]
     tenancy.begin_pass([one], [])
-    assert tenancy.startable(queue[1:]) == [queue[1], queue[2], queue[4]]
-    assert all(tenancy.may_start(req) for req in tenancy.startable(queue[1:]))
+    assert tenancy.choose(queue[1:]) == [queue[1], queue[2], queue[4]]
+    assert all(tenancy.may_start(req) for req in tenancy.choose(queue[1:]))
     tenancy.set_limits({})
-    assert tenancy.startable(queue) == queue
+    assert tenancy.choose(queue) == queue
+
+
+def test_who_was_not_chosen_takes_no_room_from_those_whose_bytes_are_coming() -> None:
+    tenancy = Cache().tenancy
+    tenancy.set_limits({"a": limits(cap=14)})
+    first, second = request("a", adapter="x"), request("a")
+    tenancy.begin_pass([], [])
+    assert tenancy.choose([first, second]) == [first]
+    # The adapter of the first is on its way, so this pass admits nobody before the second.
+    assert not tenancy.may_start(second)
+
+
+def test_a_request_within_its_floor_is_admitted_alone_but_not_for_ever() -> None:
+    tenancy = Cache().tenancy
+    tenancy.set_limits({"b": limits(floor=20), "c": limits(floor=1)})
+    tenancy.shares.get("c").running = 2
+    queue = [request(name) for name in "bbac"]
+    seen = []
+    for _ in range(2 * (PATIENCE + 1)):
+        tenancy.begin_pass([], [])
+        tenancy.choose(queue)
+        found = []
+        for req in queue:
+            found.append(tenancy.may_start(req))
+            if found[-1]:
+                tenancy.admitted(req)
+        seen.append(found)
+    alone = [True, True, False, False]
+    assert seen == ([alone] * PATIENCE + [[True] * 4]) * 2
+    tenancy.begin_pass([], [])
+    tenancy.choose(queue[2:])
+    assert all(tenancy.may_start(req) for req in queue[2:]), "nobody who goes first is there"
+
+
+def test_while_it_waits_nothing_is_begun_for_others_that_come() -> None:
+    tenancy = Cache().tenancy
+    tenancy.set_limits({"b": limits(floor=20)})
+    old, first, new = request("a"), request("b"), request("a")
+    tenancy.begin_pass([], [])
+    assert tenancy.choose([old]) == [old]
+    for _ in range(PATIENCE):
+        tenancy.begin_pass([], [])
+        assert tenancy.choose([first, old, new]) == [first, old]
+        assert not tenancy.may_start(new)
+        assert tenancy.may_start(old), "what was begun goes on"
+    tenancy.begin_pass([], [])
+    assert tenancy.choose([first, old, new]) == [first, old, new]
+
+
+def test_what_is_only_cached_does_not_cost_a_tenant_its_turn() -> None:
+    cache = Cache(pages=20)
+    tenancy, tree = cache.tenancy, cache.tree
+    b = tenancy.shares.get("b")
+    tenancy.set_limits({"b": limits(floor=5)})
+    pages = tree.ledger.take(9, Owner.KV_RUNNING)
+    node = tree.insert(tree.base, array("q", range(9 * PAGE)), pages or [], start=0, share=b).node
+    assert b.held == 9
+    assert order(tenancy, "a1", "b1", running={"b": 3}) == "b1 a1"
+    tree.lock(node)
+    assert order(tenancy, "a1", "b1", running={"b": 3}) == "a1 b1"
+    tree.unlock(node)
+
+
+def test_what_a_cap_takes_is_counted_as_that() -> None:
+    cache = Cache(pages=20)
+    a = cache.tenancy.shares.get("a")
+    pages = cache.tree.ledger.take(9, Owner.KV_RUNNING)
+    cache.tree.insert(cache.tree.base, array("q", range(9 * PAGE)), pages or [], start=0, share=a)
+    cache.tenancy.set_limits({"a": limits(cap=7)})
+    cache.tenancy.enforce_caps()
+    assert a.held == 7
+    assert cache.tree.departures.counts == {(Reason.CAP, False): [1, 2]}
 
 
 def test_floors_that_leave_too_little_are_refused_with_the_figures() -> None:

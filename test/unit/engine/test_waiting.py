@@ -26,7 +26,9 @@ class Cache:
     def __init__(self) -> None:
         self.node = AdapterNode(1, "a", 2)
         self.tiers = self
-        self.tenancy = SimpleNamespace(enabled=False, share=lambda req: None)
+        self.tenancy = SimpleNamespace(
+            enabled=False, share=lambda req: None, choose=lambda queue: queue
+        )
         self.seen: list[Wish] = []
         self.pool = SimpleNamespace(ledger=SimpleNamespace(reserve=0))
         self.observed = Observations()

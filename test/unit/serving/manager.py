@@ -1,12 +1,14 @@
 """The parts of SGLang's tokenizer manager that loads and unloads touch, with a scheduler's."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
 
+from sglang_graft.engine import control
 from sglang_graft.engine.freed import Freed
 from sglang_graft.serving.load import load
 from sglang_graft.serving.load_input import LoadInput
@@ -29,34 +31,48 @@ class Manager:
         self.lora_update_lock = asyncio.Lock()
         self.rid_to_state: dict[str, Any] = {}
         self.paths = {ref.lora_id: "v1"}
+        self._message = asyncio.Lock()
+        self.reading: asyncio.Event | None = None
+        """Loads wait for it, as for a slow disk."""
         self.retired: list[str] = []
         self.forgotten: list[str] = []
 
     def auto_create_handle_loop(self) -> None:
         pass
 
-    async def update_lora_adapter_communicator(self, obj: Any) -> list[LoRAUpdateOutput]:
-        """A scheduler that takes its time."""
-        await asyncio.sleep(0.01)
-        freed = Freed(0, 0, 100)
-        if isinstance(obj, UnloadLoRAAdapterReqInput):
-            assert obj.lora_id is not None
-            held = self.busy(obj.lora_id)
-            if obj.lora_id in self.paths:
-                self.retired.append(self.paths.pop(obj.lora_id))
-                freed = Freed(0 if held else PAGES, PAGES if held else 0, 100)
-            else:
-                assert not held, "forgotten while a request needs it"
-                self.forgotten.append(obj.lora_name)
-        elif obj.lora_path == "broken":
-            return [LoRAUpdateOutput(success=False, error_message="it is broken")]
+    async def get_internal_state_communicator(self, message: Any) -> list[Any]:
+        """A scheduler that takes its time, and answers one after the other."""
+        async with self._message:
+            await asyncio.sleep(0.01)
+            operation, asked = json.loads(message.rid.removeprefix(control.PREFIX))
+            reply = self.operation(operation, asked)
+            return [SimpleNamespace(internal_state={control.REPLY: reply})]
+
+    def operation(self, operation: str, asked: dict[str, Any]) -> dict[str, Any]:
+        assert operation == "unload_adapter"
+        freed, held = Freed(0, 0, 100), self.busy(asked["id"])
+        if asked["id"] in self.paths:
+            self.retired.append(self.paths.pop(asked["id"]))
+            freed = Freed(0 if held else PAGES, PAGES if held else 0, 100)
         else:
-            assert obj.lora_id is not None
-            old = next((i for i, r in self.names().items() if r == obj.lora_name), None)
-            self.paths[obj.lora_id] = obj.lora_path
-            if old is not None:
-                self.retired.append(self.paths.pop(old))
-                freed = Freed(0, PAGES, 100) if self.busy(old) else Freed(PAGES, 0, 100)
+            assert not held, "forgotten while a request needs it"
+            self.forgotten.append(asked["name"])
+        return {"freed": freed.to_text()}
+
+    async def update_lora_adapter_communicator(self, obj: Any) -> list[LoRAUpdateOutput]:
+        """A disk that takes its time."""
+        await asyncio.sleep(0.01)
+        if self.reading is not None:
+            await self.reading.wait()
+        freed = Freed(0, 0, 100)
+        if obj.lora_path == "broken":
+            return [LoRAUpdateOutput(success=False, error_message="it is broken")]
+        assert obj.lora_id is not None
+        old = next((i for i, r in self.names().items() if r == obj.lora_name), None)
+        self.paths[obj.lora_id] = obj.lora_path
+        if old is not None:
+            self.retired.append(self.paths.pop(old))
+            freed = Freed(0, PAGES, 100) if self.busy(old) else Freed(PAGES, 0, 100)
         return [LoRAUpdateOutput(success=True, error_message=freed.to_text())]
 
     def names(self) -> dict[str, str]:
@@ -84,9 +100,8 @@ class Manager:
         return await asyncio.wait_for(load(Manager.original_load, self, obj), timeout=10)
 
     async def unload(self, name: str) -> Any:
-        async with self.lora_update_lock:
-            request = UnloadLoRAAdapterReqInput(lora_name=name)
-            return await asyncio.wait_for(unload(Manager.original_load, self, request), timeout=10)
+        request = UnloadLoRAAdapterReqInput(lora_name=name)
+        return await asyncio.wait_for(unload(Manager.original_load, self, request), timeout=10)
 
     async def reaped(self) -> None:
         """Until every retired adapter is forgotten."""

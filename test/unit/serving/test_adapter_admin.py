@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from manager import PAGES, Manager
-from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from starlette.testclient import TestClient
 
 from sglang_graft.serving import adapter_admin, adapter_routes
@@ -48,11 +47,7 @@ class Pool(Manager):
         return await load(Manager.original_load, self, obj)
 
     async def unload_lora_adapter(self, obj: Any, request: Any = None) -> Any:
-        async with self.lora_update_lock:
-            try:
-                return await unload(Manager.original_load, self, obj)
-            except ValueError as error:
-                return LoRAUpdateOutput(success=False, error_message=str(error))
+        return await unload(Manager.original_load, self, obj, request)
 
 
 @pytest.fixture

@@ -61,7 +61,9 @@ def test_states_in_the_order_in_which_they_count() -> None:
         "ready": False,
         "state": "draining",
         "reason": "1 requests are under way",
+        "instance": ready.instance,
     }
+    assert made(manager).instance != ready.instance
 
 
 def test_ready_only_once_all_are_warm() -> None:

@@ -3,23 +3,32 @@
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from sglang_graft.serving.request_checks import check_adapter_list, check_token_ids
+from sglang_graft.serving.request_checks import check_adapter_list, check_one
 
-MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=512))
+MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=512), is_generation=True)
 
 
 @pytest.mark.parametrize("bad", [-1, 512, 10**9])
 def test_an_id_out_of_range_is_named(bad: int) -> None:
     ids = [0, 511, bad, 3]
     with pytest.raises(ValueError, match=f"from 0 to 511, got {bad}"):
-        check_token_ids(MANAGER, SimpleNamespace(input_ids=ids), ids)
+        check_one(MANAGER, SimpleNamespace(input_ids=ids), ids)
 
 
 @pytest.mark.parametrize("ids", [[0, 511], [], None])
 def test_ids_of_the_vocabulary_pass(ids: list[int] | None) -> None:
-    check_token_ids(MANAGER, SimpleNamespace(input_ids=ids), ids)
-    check_token_ids(MANAGER, SimpleNamespace(input_ids=None), [10**9])
+    check_one(MANAGER, SimpleNamespace(input_ids=ids), ids)
+    check_one(MANAGER, SimpleNamespace(input_ids=None), [10**9])
+
+
+def test_a_server_for_embeddings_generates_nothing() -> None:
+    embeds = SimpleNamespace(model_config=MANAGER.model_config, is_generation=False)
+    with pytest.raises(ValueError, match="started with --is-embedding"):
+        check_one(embeds, GenerateReqInput(input_ids=[1]), [1])
+    check_one(embeds, EmbeddingReqInput(input_ids=[1]), [1])
+    check_one(MANAGER, GenerateReqInput(input_ids=[1]), [1])
 
 
 @pytest.mark.parametrize(("names", "batch", "n"), [(["a"], 2, 1), (["a", None, "a"], 2, 1)])

@@ -1,7 +1,6 @@
 """An unload answers at once; the adapter is forgotten with its last request, and once."""
 
 import asyncio
-from typing import Any
 
 import pytest
 from manager import PAGES, Manager
@@ -58,10 +57,46 @@ def test_a_caller_that_gives_up_leaves_no_half_done_unload() -> None:
 def test_c62_of_parallel_unloads_one_succeeds() -> None:
     async def scenario() -> None:
         manager = Manager()
-        calls = [manager.unload("legal") for _ in range(10)]
-        results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-        failed = [str(result) for result in results if isinstance(result, ValueError)]
+        results = await asyncio.gather(*(manager.unload("legal") for _ in range(10)))
+        failed = [result.error_message for result in results if not result.success]
         assert len(failed) == 9
         assert all("legal is not loaded. Loaded adapters: none" in text for text in failed)
+
+    asyncio.run(scenario())
+
+
+def test_an_unload_waits_for_loads_of_its_own_name_only() -> None:
+    async def scenario() -> None:
+        manager = Manager()
+        manager.reading = asyncio.Event()
+        loads = [asyncio.create_task(manager.load(f"a{n}", f"p{n}")) for n in range(3)]
+        await asyncio.sleep(0.05)
+        answer = await manager.unload("legal")
+        assert answer.success
+        assert not any(load.done() for load in loads), "they still read"
+        own = asyncio.create_task(manager.unload("a0"))
+        await asyncio.sleep(0.05)
+        assert not own.done()
+        manager.reading.set()
+        assert all(result.success for result in await asyncio.gather(*loads))
+        assert (await own).success, "it followed its load"
+        assert sorted(manager.names().values()) == ["a1", "a2"]
+
+    asyncio.run(scenario())
+
+
+def test_an_unload_behind_a_replacement_takes_the_new_weights() -> None:
+    async def scenario() -> None:
+        manager = Manager()
+        manager.reading = asyncio.Event()
+        replacing = asyncio.create_task(manager.load("legal", "v2", inplace=True))
+        await asyncio.sleep(0.05)
+        unloading = asyncio.create_task(manager.unload("legal"))
+        await asyncio.sleep(0.05)
+        manager.reading.set()
+        assert (await replacing).success
+        assert (await unloading).success
+        assert manager.retired == ["v1", "v2"]
+        assert manager.forgotten == ["legal", "legal"]
 
     asyncio.run(scenario())

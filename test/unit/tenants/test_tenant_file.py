@@ -55,6 +55,8 @@ def test_everything_as_yaml_and_as_json() -> None:
         (one("page_floor: 9, share_kv: true"), "page_floor and share_kv exclude each other"),
         (one("requests_per_second: 0"), "tenant acme: requests_per_second: "),
         (one("tokens_per_second: many"), "tenant acme: tokens_per_second: "),
+        (one("tokens_per_second: .inf"), "tokens_per_second: Input should be a finite number"),
+        (one(f"burst_seconds: 1{'0' * 400}"), "burst_seconds: wanted a smaller number"),
         (one("base: 'yes'"), "tenant acme: base: "),
         (one("adapters: legal"), "tenant acme: adapters: "),
         (one("adapters: ['']"), "tenant acme: adapters: wanted names or globs"),
