@@ -5,6 +5,7 @@ missing; and when this module was never loaded, SGLang itself refuses the unknow
 """
 
 import logging
+import sys
 from typing import Any
 
 from sglang_graft import config
@@ -48,6 +49,9 @@ HOOKS = (
     *prefill_times.HOOKS,
 )
 
+SWITCH_SECONDS = 5e-4
+"""How long a thread of the scheduler's process may keep the interpreter's lock from another."""
+
 
 def make_prefix_cache(ctx: Any) -> prefix_cache.GraftPrefixCache:
     """Build the tree cache from a TreeCacheBuildContext, after every hook is proved live."""
@@ -68,6 +72,9 @@ def make_prefix_cache(ctx: Any) -> prefix_cache.GraftPrefixCache:
         options,
         len(HOOKS),
     )
+    # Threads that read adapters run beside the loop, which takes the interpreter's lock back after
+    # each launch: it would wait up to Python's 5 ms for a thread that computes in Python.
+    sys.setswitchinterval(SWITCH_SECONDS)
     prefill_times.measure_into(manager.tiers.rates.meter)
     cache = prefix_cache.GraftPrefixCache(
         pool,
