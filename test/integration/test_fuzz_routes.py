@@ -76,7 +76,7 @@ REFUSED = {
 _PEER = "waits for another process to connect, in the scheduler"
 _WEIGHTS = "gives the base model other weights; no answer could be checked afterwards"
 _FILES = "writes to folders that the body names"
-# Not sent at all, and why. Everything else is.
+# Not made bad bodies for, as one might be good, and why. Everything else is.
 EXCLUDED = {
     "/init_weights_send_group_for_remote_instance": _PEER,
     "/send_weights_to_remote_instance": _PEER,
@@ -196,6 +196,18 @@ def test_the_bodies_that_bad_ones_are_made_of_are_good(server: Server, path: str
         path,
         response.text,
     )
+
+
+# `/start_profile` and `/graft/drain` need no body, so any request of theirs is a good one.
+@pytest.mark.parametrize("path", sorted({*EXCLUDED} - {"/start_profile", "/graft/drain"}))
+@pytest.mark.parametrize("body", [b"{", b"3", b'"text"', b"[[1]]", b"\xff"], ids=repr)
+def test_a_route_that_is_not_fuzzed_refuses_what_is_no_object(
+    server: Server, path: str, body: bytes
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = server.client.post(server.url + path, content=body, headers=headers)
+    assert response.status_code in (400, 422), (path, response.status_code, response.text)
+    assert response.text.strip()
 
 
 # What a fuzzer does not guess. Each ended the scheduler, or the HTTP process, of stock SGLang.

@@ -184,18 +184,17 @@ class HostTier:
         worth = -math.inf if force else self._policy.host_value(node)
         # The copy above on the path has nothing below it yet, and must not make room for it.
         kept = {*spare, node.serial, node.parent.serial if node.parent else node.serial}
-        gone: set[int] = set()
-        twice = self._choose_twice(self._kv_twice, missing, worth, kept, gone)
+        twice = self._choose_twice(self._kv_twice, missing, worth, kept)
         missing -= _pages_of(twice)
         only, passed = self._choose_only(missing, math.inf if force else worth, kept)
         missing -= _pages_of(only)
         last: list[Node] = []
         if force:
-            gone.update(victim.serial for victim in only)
-            for copies in (self._kv_twice, self._images_twice):
-                more = self._choose_twice(copies, missing, worth, kept, gone)
-                missing -= _pages_of(more)
-                last += more
+            last = self._choose_twice(self._images_twice, missing, worth, kept, most=None)
+            missing -= _pages_of(last)
+            above = self._choose_above({node.serial for node in (*twice, *only)}, missing, kept)
+            missing -= _pages_of(above)
+            last += above
         if missing <= 0:
             for victim in twice:
                 self.release(victim)
@@ -214,24 +213,38 @@ class HostTier:
         wanted: int,
         worth: float,
         kept: Collection[int],
-        gone: set[int],
+        *,
+        most: int | None = _LOOKED_AT,
     ) -> list[Node]:
-        """Copies to drop of what is on the device too, the latest used first; added to `gone`.
-
-        A copy whose children's copies are gone may go after them. Whoever takes whatever can go
-        (`worth` of minus infinity) has all looked at: else nothing might ever find room.
-        """
-        most = None if worth == -math.inf else _LOOKED_AT
+        """Copies to drop of what is on the device too, the latest used first of at most `most`."""
         freed, chosen = 0, []
-        for start in itertools.islice(reversed(twice.values()), most):
+        for node in itertools.islice(reversed(twice.values()), most):
+            if freed >= wanted:
+                break
+            if (
+                self._policy.host_value(node) > worth
+                and node.serial not in kept
+                and self._is_end(node)
+            ):
+                chosen.append(node)
+                freed += _pages_of([node])
+        return chosen
+
+    def _choose_above(self, gone: set[int], wanted: int, kept: Collection[int]) -> list[Node]:
+        """More copies of KV that is on the device too, for who takes whatever can go.
+
+        All are looked at, and those above copies in `gone` may go after them: else nothing might
+        ever find room in a host that is full of one long path.
+        """
+        freed, chosen = 0, []
+        for start in reversed(self._kv_twice.values()):
             node: Node | None = start
             while (
                 freed < wanted
                 and node is not None
-                and node.serial in twice
+                and node.serial in self._kv_twice
                 and node.serial not in kept
                 and node.serial not in gone
-                and self._policy.host_value(node) > worth
                 and self._is_end(node, gone)
             ):
                 chosen.append(node)
@@ -242,7 +255,7 @@ class HostTier:
                 break
         return chosen
 
-    def _is_end(self, node: Node, gone: Collection[int]) -> bool:
+    def _is_end(self, node: Node, gone: Collection[int] = _NOBODY) -> bool:
         """Whether its copy is in nobody's use and no child's copy continues it, but for `gone`."""
         if not self._is_idle(node):
             return False

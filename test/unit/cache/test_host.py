@@ -346,6 +346,18 @@ def test_copies_above_an_only_copy_leave_for_an_image(pool: Pool) -> None:
     pool.check()
 
 
+def test_an_image_finds_room_behind_many_that_are_spared() -> None:
+    pool = Pool(pages=60, host_pages=20)
+    adapters = [pool.image(name, 1) for name in "abcdefghijklmnopqrst"]
+    for adapter in adapters:
+        assert pool.tree.load(adapter)
+        pool.tree.loaded(adapter)
+    spare = {adapter.serial for adapter in adapters[1:]}
+    new = pool.tree.add_adapter("new", 1)
+    assert pool.host.add(new, 1, force=True, spare=spare)
+    assert [adapter.host is None for adapter in adapters] == [True, *[False] * 19]
+
+
 class BySize(Lru):
     """Large nodes are worth more."""
 
