@@ -143,8 +143,19 @@ def _set_defaults(server_args: Any) -> None:
     if server_args.page_size is None:
         server_args.page_size = default_page_size(server_args)
     if not torch.cuda.is_available():
-        server_args.cuda_graph_backend_decode = "disabled"
-        server_args.cuda_graph_backend_prefill = "disabled"
+        _disable_graphs(server_args)
+
+
+def _disable_graphs(server_args: Any) -> None:
+    for phase in ("decode", "prefill"):
+        field = f"cuda_graph_backend_{phase}"
+        asked = getattr(server_args, field)
+        if asked not in (None, "disabled"):
+            raise ValueError(
+                f"--cuda-graph-backend-{phase}: wanted 'disabled' where no CUDA device is, got"
+                f" {asked!r}; leave it out"
+            )
+        setattr(server_args, field, "disabled")
 
 
 HOOKS = (

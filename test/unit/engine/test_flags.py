@@ -84,3 +84,15 @@ def test_an_unknown_policy_ends_the_start_with_the_list(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="--graft-policy: wanted one of cost, elora, lru; got"):
         flags.resolve_arguments(lambda server_args: None, args)
     monkeypatch.delenv(config.CONFIG_ENV, raising=False)
+
+
+def graphs(decode: str | None, prefill: str | None) -> SimpleNamespace:
+    return SimpleNamespace(cuda_graph_backend_decode=decode, cuda_graph_backend_prefill=prefill)
+
+
+def test_graphs_that_no_device_can_capture_are_refused_not_dropped() -> None:
+    for given in (graphs(None, None), graphs("disabled", None)):
+        flags._disable_graphs(given)
+        assert given == graphs("disabled", "disabled")
+    with pytest.raises(ValueError, match="--cuda-graph-backend-prefill: wanted 'disabled'"):
+        flags._disable_graphs(graphs(None, "breakable"))
