@@ -128,9 +128,8 @@ class Ours:
         graft.describe(case.batch)
         self.kernels, self.plan = graft.kernels, graft.kernels._plan_of_batch
         features, shape = case.projection.inputs, self.plan.shape
-        overlap = graft.kernels._overlap
-        self.first = shrink_config(shape, case.rows, features, overlap=overlap)
-        self.second = expand_config(shape, overlap=overlap)
+        self.first = shrink_config(shape, case.rows, features)
+        self.second = expand_config(shape)
         self.partial = self.kernels._partial_sums(self.first.splits, 1, case.rows)
 
     def shrink(self, layer: int) -> None:

@@ -100,6 +100,65 @@ def test_a_graph_replays_every_later_batch(dtype: torch.dtype, decode: bool) -> 
         assert torch.equal(bits(got), bits(run(bench, kernels, batch, x, base, decode=decode)))
 
 
+@all_dtypes
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_decode_graph_shrinks_beside_the_base_product(
+    dtype: torch.dtype, size: tuple[int, tuple[int, ...]]
+) -> None:
+    bench = make_bench(dtype, size)
+    load_random(bench, RANKS, vectors=True)
+    kernels, rows, rounds = kernels_of(bench), DECODE_TOKENS, 4
+    kernels.compile(bench.slices)
+    given = [inputs(bench, rows) for _ in range(rounds)]
+    outs = [torch.empty_like(base) for _, base in given]
+    kernels.describe([0] * rows, [1] * rows, bench.rank_tiles, decode=True)
+
+    def step() -> None:
+        for (x, base), out in zip(given, outs, strict=True):
+            kernels.begin(x, bench.slices)
+            torch.cuda._sleep(50_000)  # the base output is there late
+            out.copy_(base)
+            kernels.apply(x, bench.slices, out)
+
+    graph = capture(step)
+    assert kernels.begun == rounds
+    for slots in ([1, 2, 3, 4, 5] * 4, [3] * rows, [0] * rows, [2, 0, 1]):
+        batch = (list(slots), [1] * len(slots))
+        for (x, _), out in zip(given, outs, strict=True):
+            x.normal_()
+            out.fill_(float("nan"))
+        kernels._partial.fill_(float("nan"))
+        kernels.describe(*batch, bench.rank_tiles, decode=True)
+        graph.replay()
+        got = [out.clone() for out in outs]
+        for (x, base), out in zip(given, got, strict=True):
+            assert_correct(bench, batch, x, base, out)
+            assert torch.equal(bits(out), bits(run(bench, kernels, batch, x, base, decode=True)))
+
+
+def test_rows_that_were_begun_must_be_those_that_are_applied() -> None:
+    bench = make_bench(torch.bfloat16, SIZES[0])
+    kernels, rows = kernels_of(bench), DECODE_TOKENS
+    kernels.compile(bench.slices)
+    x, base = inputs(bench, rows)
+    kernels.begin(x, bench.slices)
+    assert not kernels.begun, "nothing is captured"
+    kernels.clear(decode=True)
+
+    def step() -> None:
+        kernels.begin(x, bench.slices)
+        with pytest.raises(AssertionError, match="begun and not applied"):
+            kernels.begin(x, bench.slices)
+        kernels.apply(x, bench.slices, base)
+        kernels.begin(x, bench.slices)
+        other = base[:, : x.shape[1]]
+        with pytest.raises(AssertionError, match="were begun"):
+            kernels.apply(other, bench.slices, base)
+        torch.cuda.current_stream().wait_stream(kernels._beside)
+
+    capture(step)
+
+
 def test_a_graph_outlives_the_growth_of_the_plans() -> None:
     bench = make_bench(torch.bfloat16, SIZES[0])
     load_random(bench, RANKS)

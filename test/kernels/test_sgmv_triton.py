@@ -55,8 +55,8 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(device, "shrink_config", _two_splits)
 
 
-def _two_splits(shape: Shape, tokens: int, features: int, *, overlap: bool) -> Shrink:
-    return replace(shrink_config(shape, tokens, features, overlap=overlap), splits=2)
+def _two_splits(shape: Shape, tokens: int, features: int) -> Shrink:
+    return replace(shrink_config(shape, tokens, features), splits=2)
 
 
 @low_too

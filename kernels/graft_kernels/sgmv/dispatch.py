@@ -1,21 +1,25 @@
 """Which launch parameters serve which batch: by its rows alone, so that graphs can keep them.
 
 Chosen by trials on one H200 with the projections of an 8B model, batch 64 (layers of base GEMM and
-LoRA as one CUDA graph; times are what LoRA adds to the 32 layers' 3.9 ms):
+LoRA as one CUDA graph; times are what LoRA adds to the 32 layers' 3.98 ms):
 
 - splits of 8 (16 for 14336 inputs): more splits shorten a program's chain of loads, and make
   `expand` add up more partial sums. With few rows the chain is what costs, with many the sums.
 - Decode: 16-row blocks, the least that a matrix instruction takes; pieces of 256 outputs in three
   stages keep enough bytes of B on their way, and 128 registers let four programs run on each
-  multiprocessor; `programs` are one such wave. 1, 8 and 32 adapters of rank 16 add 1.2, 1.4 and
-  1.8 ms with overlap, 8 of rank 64 add 2.1 ms. In a server, without overlap, they add 1.4, 1.4,
-  2.0 and 2.3 ms to a step (`benchmark/serving/results/decode_h200.json`).
+  multiprocessor; `programs` are one such wave. 264 programs are 0.05 ms better for one adapter of
+  rank 16 and 0.1 ms worse for 32.
+- Decode, order: one launch after the other, 1 / 8 / 32 adapters of rank 16 add 1.29 / 1.37 / 1.85
+  ms, 8 of rank 64 add 2.19 ms. With `shrink` beside the base GEMM on a second stream 0.94 / 1.13 /
+  1.72 / 2.09 ms; with `expand` launched early too (programmatic dependent launch), as decode graphs
+  have it, 0.87 / 1.08 / 1.67 / 2.00 ms. Both launches early, on one stream: 1.10 / 1.23 / 1.71 /
+  2.06 ms. `expand` beside the base GEMM as well, into a buffer that a third launch adds: 0.93 /
+  1.06 / 1.93 / 2.05 ms. An empty batch costs 0.42 ms: these are launches.
 - Prefill: 64-row blocks read B less often; pieces of 128 outputs keep their sums in registers.
   8192 rows of gate_up: 288 us to expand, where reading and writing the output takes 240 us.
 
-Not yet compared in one run with other kernels (`benchmark/kernels/bench_sgmv.py` does), nor with
-FlashInfer's grouped GEMM (`graft_kernels.segment_gemm`, `bench_segment_gemm.py`), which therefore
-no batch is sent to.
+`benchmark/kernels/results/sgmv_h200.json` compares with SGLang's kernels: 0.20x to 0.38x of csgmv in
+prefill of 256 to 8192 rows, 0.34x to 0.54x in decode.
 """
 
 from dataclasses import dataclass
@@ -33,14 +37,12 @@ class Shrink:
     """Parameters of a shrink launch.
 
     splits: parts of the input features, a power of two.   block_k: features of a step.
-    overlap: start while the kernel before still ends (programmatic dependent launch).
     """
 
     splits: int
     block_k: int = 128
     warps: int = 4
     stages: int = 3
-    overlap: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Expand:
 
     block_n: outputs of a piece.   wide: ranks at a time where a rank is above one tile, in pieces
     of `block_n / wider` outputs.   registers: the most that a thread may use; None: no limit.
+    overlap: start while the launches before still end (programmatic dependent launch).
     """
 
     block_n: int
@@ -58,26 +61,26 @@ class Expand:
     wider: int = 2
     wide_stages: int = 1
     registers: int | None = None
-    overlap: bool = True
+    overlap: bool = False
 
 
 DECODE = Shape(block_rows=16, programs=528)
 PREFILL = Shape(block_rows=64, programs=528)
 
 
-def shrink_config(shape: Shape, tokens: int, features: int, *, overlap: bool = True) -> Shrink:
+def shrink_config(shape: Shape, tokens: int, features: int) -> Shrink:
     """For `tokens` rows of `features` inputs each."""
     if shape.block_rows == DECODE.block_rows:
-        return Shrink(splits=16 if features >= LONG_INPUT else 8, overlap=overlap)
+        return Shrink(splits=16 if features >= LONG_INPUT else 8)
     small, medium, _ = PREFILL_SIZES
-    return Shrink(splits=8 if tokens <= small else 4 if tokens <= medium else 2, overlap=overlap)
+    return Shrink(splits=8 if tokens <= small else 4 if tokens <= medium else 2)
 
 
-def expand_config(shape: Shape, *, overlap: bool = True) -> Expand:
-    """For the rows that `shape` cuts."""
+def expand_config(shape: Shape, *, overlap: bool = False) -> Expand:
+    """For the rows that `shape` cuts. Only decode overlaps."""
     if shape.block_rows == DECODE.block_rows:
         return Expand(256, stages=3, wider=4, wide_stages=2, registers=128, overlap=overlap)
-    return Expand(128, overlap=overlap)
+    return Expand(128)
 
 
 def partial_numbers(shape: Shape, tokens: int, slices: int, ranks: int) -> int:

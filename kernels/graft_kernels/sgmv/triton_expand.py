@@ -161,16 +161,18 @@ def _expand(
         add = tl.load(table + pick(index, add0, add1, add2), mask=VECTORS, other=0)
         tiles = table + pick(index, b0, b1, b2)
         r = tl.arange(0, 16)
-        b_rows = _b_rows(tiles, r, rank, width, DTYPE)
+        # Read before the rank is known, as absent tiles have an address too, which is zero.
+        address = tl.load(tiles).to(tl.pointer_type(DTYPE))
+        b_rows = tl.multiple_of(address, 16) + r * width
         out_rows = out + row[:, None] * out_stride + offset
         if (rank <= 16) & (run_end - piece == 1):
-            # The usual part of a small batch: all that does not need the shrunk rows comes first.
+            # The usual part of a small batch: all that nobody writes meanwhile comes first.
             n = (piece - before_slice) * BLOCK_N + tl.arange(0, BLOCK_N)
             mask = (m < count)[:, None] & (n < width)[None, :] & (rank > 0)
             b = _b_tile(b_rows, r, rank, n, width)
-            before = tl.load(out_rows + n[None, :], mask=mask, other=0)
             if OVERLAP:
                 gdc_wait()
+            before = tl.load(out_rows + n[None, :], mask=mask, other=0)
             s = _shrunk(
                 *(partial, partial_rows, index, first, count, r, rank),
                 *(R, SLICES, SPLITS, BLOCK_M, DTYPE),
@@ -242,7 +244,7 @@ def _expand(
                 )
         piece = run_end
     if OVERLAP:
-        # A program that read no shrunk rows still ends only after those who write them.
+        # Who comes after this launch relies on all that came before it, too.
         gdc_wait()
 
 

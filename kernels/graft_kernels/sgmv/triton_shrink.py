@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from graft_kernels.sgmv.api import Slice, Weights
 from graft_kernels.sgmv.dispatch import Shrink
@@ -49,7 +48,6 @@ def _shrink(
     ITEMSIZE: tl.constexpr,
     DTYPE: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """partial[split, slice, position, rank] = x[rows] @ A.T over one split of the features.
 
@@ -79,10 +77,6 @@ def _shrink(
         a_rows = (address + in_tile * (K * ITEMSIZE)).to(tl.pointer_type(DTYPE))
         a_rows = tl.multiple_of(a_rows, ALIGN_K)
         x_rows = x + row * x_stride
-        if OVERLAP:
-            # `expand` may start once what came before is complete, because it reads that too.
-            gdc_wait()
-            gdc_launch_dependents()
         acc = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
         for step in tl.range(steps, num_stages=STAGES):
             k = (split * steps + step) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -100,9 +94,6 @@ def _shrink(
         first = tl.load(items + item * 4 + 1, mask=item < max_items, other=0)
         count = tl.load(items + item * 4 + 2, mask=item < max_items, other=0)
         tile = tl.load(items + item * 4 + 3, mask=item < max_items, other=0)
-    if OVERLAP:
-        # Every program ends after what came before, or nobody behind it could rely on that.
-        gdc_wait()
 
 
 def shrink(
@@ -143,7 +134,5 @@ def shrink(
         ITEMSIZE=itemsize,
         DTYPE=DTYPES[x.dtype],
         STAGES=config.stages,
-        OVERLAP=config.overlap,
         num_warps=config.warps,
-        launch_pdl=config.overlap,
     )

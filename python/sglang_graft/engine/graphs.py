@@ -17,6 +17,7 @@ from typing import Any
 from sglang.srt.layers.attention.flashinfer_backend import DecodeMetadata
 from sglang.srt.model_executor.runner_utils import capture_mode
 
+from sglang_graft.engine import early_shrink
 from sglang_graft.engine.hooks import Hook
 
 _BASE_ONLY = "nolora"
@@ -28,6 +29,8 @@ def capture_both(original: Callable[[Any], None], self: Any) -> None:
     original(self)
     # SGLang leaves the last variant set, and nothing is being captured any more.
     capture_mode._set_capture_lora_variant(None)
+    manager = self.model_runner.lora_manager
+    early_shrink.check(manager.lora_backend, manager.early_layers)
 
 
 def is_recording_adapters() -> bool:

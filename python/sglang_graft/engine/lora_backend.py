@@ -131,6 +131,15 @@ class GraftLoRABackend(BaseLoRABackend):
         self.prefill_cuda_graph_max_bs = max_num_tokens
         self.prefill_cuda_graph_max_tokens = max_num_tokens
 
+    def begin(self, x: torch.Tensor, weights: WeightRef) -> None:
+        """Before the base product of x `[T, K]`, whose deltas are asked for after it."""
+        self._bound().begin(x, weights.slices)
+
+    @property
+    def begun(self) -> int:
+        """How often `begin` began something."""
+        return self._bound().begun
+
     def run_lora_a_sgemm(self, x: torch.Tensor, weights: WeightRef, **_: Any) -> torch.Tensor:
         """x `[T, K]` itself: without tensor parallelism nothing stands between A and B."""
         return x

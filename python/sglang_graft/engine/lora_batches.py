@@ -18,8 +18,15 @@ class Batches(Protocol):
     def describe(self, slots: list[int], lengths: list[int], *, decode: bool) -> bool:
         """Request i is the next `lengths[i]` rows of `slots[i]`; whether any has an adapter."""
 
+    def begin(self, x: torch.Tensor, slices: Sequence[Slice]) -> None:
+        """Begin what needs no base output, where it is worth it; `apply` of the same x follows."""
+
     def apply(self, x: torch.Tensor, slices: Sequence[Slice], out: torch.Tensor) -> torch.Tensor:
         """Add the deltas of x `[T, K]` to out `[T, N]` in place; returns `out`."""
+
+    @property
+    def begun(self) -> int:
+        """How often something was begun."""
 
     def check_graph_rows(self, rows: int, *, decode: bool) -> None:
         """Assert that a graph of so many rows can be captured."""
@@ -42,6 +49,14 @@ class HostBatches:
         """See `Batches`."""
         self._groups = make_groups(slots, lengths, self._weights.arena.device)
         return bool(self._groups)
+
+    def begin(self, x: torch.Tensor, slices: Sequence[Slice]) -> None:
+        """Nothing: there is only one thing at a time."""
+
+    @property
+    def begun(self) -> int:
+        """See `Batches`."""
+        return 0
 
     def apply(self, x: torch.Tensor, slices: Sequence[Slice], out: torch.Tensor) -> torch.Tensor:
         """See `Batches`."""
@@ -86,6 +101,15 @@ class DeviceBatches:
             return False
         self._kernels.describe(slots, lengths, self._table.rank_tiles(), decode=decode)
         return True
+
+    def begin(self, x: torch.Tensor, slices: Sequence[Slice]) -> None:
+        """See `Batches`."""
+        self._kernels.begin(x, slices)
+
+    @property
+    def begun(self) -> int:
+        """See `Batches`."""
+        return self._kernels.begun
 
     def apply(self, x: torch.Tensor, slices: Sequence[Slice], out: torch.Tensor) -> torch.Tensor:
         """See `Batches`."""

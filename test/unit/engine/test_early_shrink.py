@@ -1,0 +1,59 @@
+"""LoRA layers tell the backend before their base product, where they apply adapters."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.lora.layers import ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA
+
+from sglang_graft.engine import early_shrink
+
+X = torch.ones(2, 3)
+
+
+def layer(kind: type[torch.nn.Module], said: list[Any], **base: Any) -> Any:
+    """A LoRA layer without weights, whose `forward` notes that it ran."""
+
+    class Layer(kind):  # type: ignore[misc, valid-type]
+        lora_active = True
+
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.base_layer = SimpleNamespace(**base)
+            self.B_buffer = "weights"
+            self.lora_backend = SimpleNamespace(begin=lambda x, w: said.append((x, w)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            said.append("forward")
+            return x
+
+    return Layer()
+
+
+def test_the_backend_hears_of_the_rows_before_the_base_product() -> None:
+    said: list[Any] = []
+    column = layer(ColumnParallelLinearWithLoRA, said)
+    row = layer(RowParallelLinearWithLoRA, said, input_is_parallel=True)
+    assert early_shrink.install([column, row]) == 2
+    column(X)
+    row(X)
+    assert said == [(X, "weights"), "forward"] * 2
+
+
+def test_not_without_adapters_and_not_where_rows_would_be_split() -> None:
+    said: list[Any] = []
+    idle = layer(ColumnParallelLinearWithLoRA, said)
+    splits = layer(RowParallelLinearWithLoRA, said, input_is_parallel=False)
+    assert early_shrink.install([idle, splits, torch.nn.Linear(1, 1)]) == 1
+    idle.lora_active = False
+    idle(X)
+    splits(X)
+    assert said == ["forward"] * 2
+
+
+def test_graphs_in_which_no_layer_began_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"3 LoRA layers .* not called as in 0\.5\.17"):
+        early_shrink.check(SimpleNamespace(begun=0), 3)
+    early_shrink.check(SimpleNamespace(begun=0), 0)
+    early_shrink.check(SimpleNamespace(begun=1), 3)
