@@ -1,8 +1,10 @@
 """Adapters named at start: read by several threads, registered one by one in their order."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import helpers_peft as hp
@@ -142,3 +144,62 @@ def test_a_bad_folder_ends_the_start_with_its_own_error(pool: Pool, tmp_path: Pa
         starting(manager, pool)
     assert str(found.value) == str(wanted.value)
     assert [one.name for one in manager.residency.known()] == ["a0"]
+
+
+def test_captures_do_not_wait_for_reads_that_have_not_ended(pool: Pool, tmp_path: Path) -> None:
+    manager, go = Manager(refs(tmp_path, 3)), threading.Event()
+    manager.needs = {"a1": go}
+    manager.bind(pool)
+    assert manager.ended["a0"].wait(30)
+    runner = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+    start.before_graphs(runner.model_runner)
+    start.between_captures(runner, 8)
+    manager.at_start.check_invariants()
+    assert not manager.at_start.is_finished
+    assert "a1" not in [one.name for one in manager.residency.known()]
+    go.set()
+    manager.at_start.finish()
+    assert [one.name for one in manager.residency.known()] == ["a0", "a1", "a2"]
+    manager.at_start.check_invariants()
+    start.between_captures(runner, 8)  # a capture of later on
+
+
+def test_a_bad_folder_is_told_between_captures_unless_it_looks_like_theirs(
+    pool: Pool, tmp_path: Path
+) -> None:
+    named = refs(tmp_path, 1)
+    error: list[Exception] = [RuntimeError("no memory")]
+
+    class Failing(Manager):
+        def read(self, ref: LoRARef, base_weight: BaseWeight | None = None) -> ReadAdapter:
+            raise error[0]
+
+    manager = Failing(named)
+    manager.bind(pool)
+    manager.at_start._reads._pool.shutdown(wait=True)
+    manager.at_start.register_ready()
+    with pytest.raises(RuntimeError, match="no memory"):
+        manager.at_start.finish()
+
+
+def test_the_hook_finishes_and_stops_whatever_happens(pool: Pool, tmp_path: Path) -> None:
+    manager = Manager(refs(tmp_path, 2))
+    scheduler = SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+    )
+    stopped: list[str] = []
+
+    def fails(_: object) -> None:
+        manager.bind(pool)
+        manager.at_start.gate.close()
+        start.stop_at_end(lambda: stopped.append("memory"))
+        raise KeyError("a capture")
+
+    interval = sys.getswitchinterval()
+    try:
+        with pytest.raises(KeyError, match="a capture"):
+            start.init_model_worker(fails, scheduler)
+        assert stopped == ["memory"]
+        assert start._stops == []
+    finally:
+        sys.setswitchinterval(interval)
