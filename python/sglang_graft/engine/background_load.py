@@ -20,7 +20,8 @@ from typing import Any
 
 from sglang_graft.engine import pinning
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.engine.lora_manager import READ_ERRORS, GraftLoRAManager, ReadAdapter
+from sglang_graft.engine.lora_manager import READ_ERRORS, GraftLoRAManager
+from sglang_graft.engine.start_adapters import ReadAdapter
 
 # Seconds for which a thread may keep Python's lock while another one wants it. The scheduler's loop
 # never rests, and reading takes many short steps: by Python's 5 ms each step would wait that long.

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_graft import config
 from sglang_graft.cache import Prices, UnifiedTree, make_policy
 from sglang_graft.engine.hooks import Hook
-from sglang_graft.engine.host_memory import make_host_pool
+from sglang_graft.engine.host_memory import early, make_host_pool
 from sglang_graft.engine.pool import Pool, set_pool
 from sglang_graft.pool import Arena, PageLayout, PageLedger
 
@@ -94,7 +94,7 @@ def build_kv_pool(
     ledger = PageLedger(pages)
     options = config.published()
     assert options is not None, "the KV pool hook runs, but no options were published"
-    host = make_host_pool(arena, options.host_memory_gb)
+    host = make_host_pool(arena, options.host_memory_gb, early())
     prices = Prices(
         page_bytes=layout.page_bytes,
         page_tokens=layout.page_tokens,

@@ -4,9 +4,8 @@ Target (0.5.17): class `lora.lora_manager.LoRAManager`. Reason: SGLang reads ada
 for every module and copies them padded into per-slot buffers; here they are read exactly, packed
 at their true ranks and kept in the arena. Wrapping layers and the update protocol stay SGLang's.
 
-SGLang builds the manager before the arena, so adapters named at start are read in `bind`, some at
-once and registered in the order in which they are named: their bytes go to the host pool, and never
-lie in memory all at once.
+SGLang builds the manager before the arena, so the reading of adapters named at start begins in
+`bind` (`start_adapters`).
 
 A name that is loaded again is replaced: the new registration is complete before the old one
 retires, so a bad file changes nothing. Whether a replacement was asked for is checked where names
@@ -14,10 +13,9 @@ live, in `serving/load`.
 """
 
 import logging
-import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.lora.lora_manager import LoRAManager
@@ -28,14 +26,14 @@ from graft_kernels.sgmv import Slice
 from sglang_graft import config
 from sglang_graft.adapters import (
     Adapter,
-    AdapterImage,
+    BaseWeight,
     ModelSpec,
     PointerTable,
     TileMap,
     pack,
     read_adapter,
 )
-from sglang_graft.adapters.location import check_size, file_bytes
+from sglang_graft.adapters.location import check_size
 from sglang_graft.engine import early_shrink
 from sglang_graft.engine.base_weights import base_weight_reader
 from sglang_graft.engine.freed import Freed
@@ -43,8 +41,10 @@ from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.lora_backend import GraftLoRABackend, WeightRef
 from sglang_graft.engine.model_spec import model_spec
 from sglang_graft.engine.pool import Pool
+from sglang_graft.engine.start import stop_at_end
+from sglang_graft.engine.start_adapters import ReadAdapter, StartAdapters
 from sglang_graft.engine.tiers import make_tiers
-from sglang_graft.tiers import Packed, ReadAhead, Residency, Tiers
+from sglang_graft.tiers import Packed, Residency, Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -82,22 +82,6 @@ class WeightRefs:
         ]
 
 
-class ReadAdapter(NamedTuple):
-    """An adapter as read, its packed image, and how long that took."""
-
-    adapter: Adapter
-    image: AdapterImage
-    seconds: float
-
-
-START_READERS = 8
-"""Threads that read adapters at start. A part of each read is Python's own, one at a time."""
-START_BYTES = 2 << 30
-"""Bytes of files that are read at once at start.
-
-With its image, each takes twice its bytes if it is of the model's dtype.
-"""
-
 # What a folder can be wrong in; the last two: no host memory left.
 READ_ERRORS = (ValueError, OSError, RuntimeError, MemoryError)
 
@@ -108,6 +92,7 @@ class GraftLoRAManager(LoRAManager):
     lora_backend: GraftLoRABackend
     residency: Residency
     tiers: Tiers
+    at_start: StartAdapters
 
     def init_state(
         self, max_lora_rank: int, target_modules: set[str], lora_paths: list[LoRARef] | None
@@ -119,7 +104,7 @@ class GraftLoRAManager(LoRAManager):
             self.base_model, target_modules, self.dtype, self.base_hf_config.vocab_size
         )
         self.target_modules = set(self.spec.groups())
-        self.base_weight = base_weight_reader(self.base_model, self.spec)
+        self.base_weight = self._in_any_thread(base_weight_reader(self.base_model, self.spec))
         self.init_lora_modules()
         layers = (layer for modules in self.lora_modules for layer in modules.values())
         self.early_layers = early_shrink.install(layers)
@@ -130,7 +115,7 @@ class GraftLoRAManager(LoRAManager):
         self._named_at_start = list(lora_paths or [])
 
     def bind(self, pool: Pool) -> None:
-        """The arena exists: fix the tile geometry and read the adapters named at start."""
+        """The arena exists: fix the tile geometry and begin to read the adapters named at start."""
         page_bytes = pool.layout.page_bytes
         tile_map = TileMap(self.spec, page_bytes, max_rank=self.max_lora_rank)
         # One slot more than distinct ids in a batch, because slot 0 is always the base model.
@@ -144,23 +129,31 @@ class GraftLoRAManager(LoRAManager):
         self.tiers = make_tiers(pool, self.residency, self._read_again)
         self.memory_pool.bind(tile_map)
         named, self._named_at_start = self._named_at_start, []
-        with self._read_ahead(named) as reads:
-            # Begun before, since this compiles kernels.
-            self.lora_backend.bind(
-                table, pool.arena.buffer, self.memory_pool.projections(), self.max_lora_rank
-            )
-            for ref in named:
-                self.register(ref, reads.take())
-                self.tiers.images.store.wait()
-
-    def _read_ahead(self, refs: list[LoRARef]) -> ReadAhead[LoRARef, ReadAdapter]:
-        return ReadAhead(
-            self.read,
-            [(ref, file_bytes(Path(ref.lora_path))) for ref in refs],
-            # One more than cores, because reads wait for the disk, too.
-            threads=min(START_READERS, (os.cpu_count() or 1) + 1),
-            nbytes=START_BYTES,
+        # Begun before, since this compiles kernels.
+        self.at_start = StartAdapters(
+            named, self.base_weight, self.read, self.register, self.tiers.images.store
         )
+        stop_at_end(self.at_start.stop)
+        self.lora_backend.bind(
+            table, pool.arena.buffer, self.memory_pool.projections(), self.max_lora_rank
+        )
+        pool.host.wait()
+        self.at_start.register_ready()
+
+    def _in_any_thread(self, base_weight: BaseWeight) -> BaseWeight:
+        """A thread begins with device 0, where any CUDA call would make a context.
+
+        Nothing but base weights brings a thread that reads adapters to the device.
+        """
+        device = self.device
+        if device.type != "cuda":
+            return base_weight
+
+        def read(layer: int | None, linear: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+            torch.cuda.set_device(device)
+            return base_weight(layer, linear)
+
+        return read
 
     def _load_lora_adapter(self, lora_ref: LoRARef) -> Any:
         try:
@@ -168,10 +161,10 @@ class GraftLoRAManager(LoRAManager):
         except READ_ERRORS as error:
             return self.failed(error)
 
-    def read(self, ref: LoRARef) -> ReadAdapter:
+    def read(self, ref: LoRARef, base_weight: BaseWeight | None = None) -> ReadAdapter:
         """Read and pack the adapter's folder. Raises READ_ERRORS. Any thread may call it."""
         start = time.perf_counter()
-        adapter = self._read(Path(ref.lora_path))
+        adapter = self._read(Path(ref.lora_path), base_weight)
         for warning in adapter.warnings:
             logger.warning("Adapter %s: %s", ref.lora_name, warning)
         image = pack(adapter, self.residency.tile_map)
@@ -182,12 +175,9 @@ class GraftLoRAManager(LoRAManager):
         adapter = self._read(path)
         return Packed.of(adapter, pack(adapter, self.residency.tile_map))
 
-    def _read(self, path: Path) -> Adapter:
-        if self.device.type == "cuda":
-            # A thread begins with device 0, where any CUDA call would make a context.
-            torch.cuda.set_device(self.device)
+    def _read(self, path: Path, base_weight: BaseWeight | None = None) -> Adapter:
         check_size(path, _options().max_adapter_mb * 2**20)
-        return read_adapter(path, self.spec, self.base_weight)
+        return read_adapter(path, self.spec, base_weight or self.base_weight)
 
     def finish_load(self, ref: LoRARef, read: ReadAdapter) -> Any:
         """Register what was read, in place of an adapter of the same name; SGLang's answer."""

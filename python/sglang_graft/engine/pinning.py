@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_graft.cache import AdapterNode
-from sglang_graft.engine.lora_manager import ReadAdapter
+from sglang_graft.engine.start_adapters import ReadAdapter
 from sglang_graft.tiers import Residency
 
 

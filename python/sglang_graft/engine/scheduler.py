@@ -5,7 +5,6 @@ missing; and when this module was never loaded, SGLang itself refuses the unknow
 """
 
 import logging
-import sys
 from typing import Any
 
 from sglang_graft import config
@@ -17,12 +16,14 @@ from sglang_graft.engine import (
     control,
     flush,
     graphs,
+    host_memory,
     kv_pool,
     lora_backend,
     lora_manager,
     page_table,
     prefill_times,
     prefix_cache,
+    start,
     tenants,
     turns,
     waiting,
@@ -33,10 +34,12 @@ from sglang_graft.engine.pool import get_pool
 logger = logging.getLogger(__name__)
 
 HOOKS = (
+    *host_memory.HOOKS,
     *kv_pool.HOOKS,
     *allocator.HOOKS,
     *lora_manager.HOOKS,
     *bind.HOOKS,
+    *start.HOOKS,
     *graphs.HOOKS,
     *page_table.HOOKS,
     *background_load.HOOKS,
@@ -49,9 +52,6 @@ HOOKS = (
     *prefill_times.HOOKS,
 )
 
-SWITCH_SECONDS = 5e-4
-"""How long a thread of the scheduler's process may keep the interpreter's lock from another."""
-
 
 def make_prefix_cache(ctx: Any) -> prefix_cache.GraftPrefixCache:
     """Build the tree cache from a TreeCacheBuildContext, after every hook is proved live."""
@@ -61,6 +61,7 @@ def make_prefix_cache(ctx: Any) -> prefix_cache.GraftPrefixCache:
     pool = get_pool()
     manager = ctx.tp_worker.model_runner.lora_manager
     residency = manager.residency
+    assert manager.at_start.is_finished, "adapters named at start are not all registered"
     logger.info(
         "Graft is on: %d pages of %d bytes (%d tokens each), %d more in host memory, %d adapters,"
         " %s, %d hooks live",
@@ -72,9 +73,6 @@ def make_prefix_cache(ctx: Any) -> prefix_cache.GraftPrefixCache:
         options,
         len(HOOKS),
     )
-    # Threads that read adapters run beside the loop, which takes the interpreter's lock back after
-    # each launch: it would wait up to Python's 5 ms for a thread that computes in Python.
-    sys.setswitchinterval(SWITCH_SECONDS)
     prefill_times.measure_into(manager.tiers.rates.meter)
     cache = prefix_cache.GraftPrefixCache(
         pool,

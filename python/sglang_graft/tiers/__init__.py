@@ -10,6 +10,7 @@ from sglang_graft.tiers.images import AdapterChangedError, Images
 from sglang_graft.tiers.prefetch import Need, Prefetch, Wish
 from sglang_graft.tiers.rates import MeasuredRates, Rates
 from sglang_graft.tiers.read_ahead import ReadAhead
+from sglang_graft.tiers.reserve import Reserve
 from sglang_graft.tiers.residency import KnownAdapter, Residency
 from sglang_graft.tiers.store import AdapterStore, Packed
 from sglang_graft.tiers.tiers import Tiers
@@ -36,6 +37,7 @@ __all__ = [
     "Prefetch",
     "Rates",
     "ReadAhead",
+    "Reserve",
     "Residency",
     "Step",
     "Ticket",

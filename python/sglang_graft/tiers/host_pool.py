@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,13 @@ import numpy.typing as npt
 import torch
 
 from sglang_graft.pool import PageLedger
+from sglang_graft.tiers.reserve import Reserve
 
 DEFAULT_FRACTION = 0.4
 """Share of the memory that is free at start, unless the user says how much."""
 DEFAULT_ARENAS = 2.0
 """At most this many times the arena's bytes by default: more would hold KV that nobody asks for."""
-MOST_THREADS = 16
-"""That touch new memory: some cores' worth is all that memory can take."""
 _GIB = 1 << 30
-_SYSTEM_PAGE = mmap.PAGESIZE
 
 logger = logging.getLogger(__name__)
 
@@ -53,31 +50,48 @@ class HostPool:
     """
 
     def __init__(self, pages: int, page_bytes: int, *, pin: bool) -> None:
-        if pages < 1:
-            raise ValueError(f"host pool: wanted at least 1 page, got {pages}")
-        self.page_bytes = page_bytes
-        try:
-            memory = np.empty((pages, page_bytes), dtype=np.uint8)
-        except MemoryError as error:
-            size = pages * page_bytes / _GIB
-            raise ValueError(
-                f"--graft-host-memory-gb: wanted memory that the machine can give, got {size:.1f}"
-                f" GiB: {error}"
-            ) from error
-        self.ledger = PageLedger(pages + 1)
-        self.buffer = torch.from_numpy(memory)
-        self._rows = memory
+        rows = _plain_rows if not pin else _given_rows
+        self._lay_out(rows(pages, page_bytes), page_bytes)
         if pin:
-            start = time.perf_counter()
-            commit(memory, os.cpu_count() or 1)
-            committed = time.perf_counter()
             _pin(self.buffer)
-            logger.info(
-                "Host pool: %.1f GiB, given by the system in %.1f s, page-locked in %.1f s",
-                memory.nbytes / _GIB,
-                committed - start,
-                time.perf_counter() - committed,
-            )
+
+    @classmethod
+    def beside(
+        cls, pages: int, page_bytes: int, reserve: Reserve, device: torch.device
+    ) -> HostPool:
+        """A pool in the front of `reserve`, page-locked for `device` by a thread.
+
+        Nobody may touch its bytes before `wait` has returned, which the caller must call.
+        """
+        pool = cls.__new__(cls)
+        memory = reserve.cut(_size(pages, page_bytes))
+        pool._lay_out(memory.reshape(pages, page_bytes), page_bytes)
+        reserve.employ(os.cpu_count() or 1)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="graft-pin")
+        pool._locking = thread.submit(_lock, reserve, pool.buffer, device)
+        thread.shutdown(wait=False)
+        return pool
+
+    def _lay_out(self, rows: npt.NDArray[np.uint8], page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.ledger = PageLedger(len(rows) + 1)
+        self.buffer = torch.from_numpy(rows)
+        self._rows = rows
+        self._locking: Future[float] | None = None
+
+    def wait(self) -> None:
+        """Block until a pool that was begun `beside` the start may be used. ValueError as there."""
+        if self._locking is None:
+            return
+        start = time.perf_counter()
+        locked = self._locking.result()
+        self._locking = None
+        logger.info(
+            "Host pool: %.1f GiB, page-locked in %.1f s by a thread, waited %.1f s for it",
+            self._rows.nbytes / _GIB,
+            locked,
+            time.perf_counter() - start,
+        )
 
     def row(self, page: int) -> torch.Tensor:
         """The bytes of one page, uint8 `[page_bytes]`. Shares memory."""
@@ -89,6 +103,7 @@ class HostPool:
 
         Safe in any thread that the pages were handed to.
         """
+        assert self._locking is None, "the host pool is written to before it is there"
         assert len(pages) == len(image), f"{len(image)} rows for {len(pages)} pages"
         # By numpy: torch would wake a team of threads for each row where it may have several.
         for page, source in zip(pages, image.numpy(), strict=True):
@@ -96,20 +111,43 @@ class HostPool:
             self._rows[page - 1] = source
 
 
-def commit(memory: npt.NDArray[np.uint8], threads: int) -> None:
-    """Have the system give all of `memory`, which is new, by a write to each of its pages.
+def _size(pages: int, page_bytes: int) -> int:
+    if pages < 1:
+        raise ValueError(f"host pool: wanted at least 1 page, got {pages}")
+    return pages * page_bytes
 
-    Page-locking would do it too, in one thread: most of its time is the zeroing of pages.
-    """
-    flat = memory.reshape(-1)
-    parts = np.array_split(flat, min(threads, MOST_THREADS))
 
-    def touch(part: npt.NDArray[np.uint8]) -> None:
-        part[::_SYSTEM_PAGE] = 0
+def _plain_rows(pages: int, page_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that the system gives when it is first touched."""
+    size = _size(pages, page_bytes)
+    try:
+        return np.empty((pages, page_bytes), dtype=np.uint8)
+    except MemoryError as error:
+        raise ValueError(
+            f"--graft-host-memory-gb: wanted memory that the machine can give, got"
+            f" {size / _GIB:.1f} GiB: {error}"
+        ) from error
 
-    with ThreadPoolExecutor(len(parts), thread_name_prefix="graft-commit") as pool:
-        for _ in pool.map(touch, parts):
-            pass
+
+def _given_rows(pages: int, page_bytes: int) -> npt.NDArray[np.uint8]:
+    """Memory that the system has given."""
+    size = _size(pages, page_bytes)
+    reserve = Reserve(size)
+    reserve.employ(os.cpu_count() or 1)
+    rows = reserve.cut(size)
+    reserve.wait()
+    return rows.reshape(pages, page_bytes)
+
+
+def _lock(reserve: Reserve, buffer: torch.Tensor, device: torch.device) -> float:
+    """In a thread: wait for the memory, page-lock it; the seconds of the latter."""
+    reserve.wait()
+    logger.info("Host pool: given by the system in %.1f s", reserve.seconds)
+    start = time.perf_counter()
+    # A thread begins with device 0, where any CUDA call would make a context.
+    torch.cuda.set_device(device)
+    _pin(buffer)
+    return time.perf_counter() - start
 
 
 def _pin(buffer: torch.Tensor) -> None:

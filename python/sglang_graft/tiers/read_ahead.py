@@ -16,8 +16,8 @@ class ReadAhead(Generic[Item, Result]):
     """`read` of each item, in the order of the items, whichever thread ends first.
 
     Each item says how many bytes it holds while it is read and until it is done with. So many start
-    that these come to at most `nbytes`; one that is larger is read alone. As a context: at its end
-    reads that have not begun are dropped, and the others waited for.
+    that these come to at most `nbytes`; one that is larger is read alone. As a context it closes at
+    its end.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class ReadAhead(Generic[Item, Result]):
         self._waiting = deque(items)
         self._nbytes = nbytes
         self._held = 0
-        self._taken = 0
         self._started: deque[tuple[Future[Result], int]] = deque()
+        self._taken: deque[int] = deque()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="graft-start")
         self._start()
 
@@ -46,23 +46,49 @@ class ReadAhead(Generic[Item, Result]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.close()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the next result is being read, or there; else there is no room, or no item."""
+        return bool(self._started)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` would not wait."""
+        return self.has_begun and self._started[0][0].done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What `take` would raise; only where the next result `is_ready`."""
+        assert self.is_ready, "the next read has not ended"
+        return self._started[0][0].exception()
 
     def take(self) -> Result:
-        """Wait for the next result, or raise what its read raised. The one before is done with."""
-        self._held -= self._taken
-        self._start()
-        assert self._started, "more results were taken than there are items"
-        future, self._taken = self._started.popleft()
+        """Wait for the next result, or raise what its read raised."""
+        assert self._started, "a result was taken that nothing reads"
+        future, nbytes = self._started.popleft()
+        self._taken.append(nbytes)
         return future.result()
 
+    def done_with(self) -> None:
+        """The caller holds no bytes any more of the result that it took first."""
+        assert self._taken, "nothing was taken that is not done with"
+        self._held -= self._taken.popleft()
+        self._start()
+
+    def close(self) -> None:
+        """Reads that have not begun are dropped, and the others waited for."""
+        self._waiting.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
     def check_invariants(self) -> None:
-        """Assert the bound, and that nothing waits while nothing is read."""
-        sizes = [self._taken, *(nbytes for _, nbytes in self._started)]
+        """Assert the bound, and that nothing waits while nothing is held."""
+        sizes = [*self._taken, *(nbytes for _, nbytes in self._started)]
         assert sum(sizes) == self._held, f"{sizes} bytes are held, counted {self._held}"
-        alone = sum(sizes) == max(sizes)
+        alone = sum(sizes) == max(sizes, default=0)
         assert alone or self._held <= self._nbytes, f"{sizes} bytes are held of {self._nbytes}"
-        assert self._started or self._taken or not self._waiting, f"{self._waiting} wait in vain"
+        assert sizes or not self._waiting, f"{self._waiting} wait in vain"
 
     def _start(self) -> None:
         while self._waiting:

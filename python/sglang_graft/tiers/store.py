@@ -79,6 +79,8 @@ class AdapterStore:
     on_read: Callable[[int, float], None] = _unheard
     """Told the bytes and the seconds of each read that has ended well, packing included."""
     reads: int = 0
+    fills: int = 0
+    """Images whose copy into the host pool has begun. They end in this order."""
     _pool: Executor = field(init=False)
     _waiting: deque[Reading] = field(default_factory=deque)
     _reading: deque[Reading] = field(default_factory=deque)
@@ -157,6 +159,12 @@ class AdapterStore:
         """
         future = self._pool.submit(self.write, list(pages), packed.pages)
         self._filling.append((future, done, foreign))
+        self.fills += 1
+
+    @property
+    def filled(self) -> int:
+        """Of `fills`, those that `poll` has seen ended."""
+        return self.fills - len(self._filling)
 
     def wait(self) -> None:
         """Block until every image has been filled in: for the start, before anything runs."""

@@ -1,8 +1,10 @@
 """Adapters named at start: read by several threads, registered one by one in their order."""
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import helpers_peft as hp
@@ -12,10 +14,12 @@ import torch
 from sglang.srt.lora.lora_registry import LoRARef
 
 from sglang_graft import config
-from sglang_graft.adapters import AdapterError, pack, read_adapter
+from sglang_graft.adapters import AdapterError, BaseWeight, pack, read_adapter
 from sglang_graft.cache import HostTier, Lru, Prices, UnifiedTree
-from sglang_graft.engine.lora_manager import GraftLoRAManager, ReadAdapter, WeightRefs
+from sglang_graft.engine import start
+from sglang_graft.engine.lora_manager import GraftLoRAManager, WeightRefs
 from sglang_graft.engine.pool import Pool
+from sglang_graft.engine.start_adapters import ReadAdapter
 from sglang_graft.pool import Arena, PageLedger
 from sglang_graft.tiers import HostPool
 
@@ -46,14 +50,23 @@ class Manager(GraftLoRAManager):
         self.threads: set[str] = set()
         self.ended: dict[str, threading.Event] = {r.lora_name: threading.Event() for r in refs}
 
-    def read(self, ref: LoRARef) -> ReadAdapter:
+    def read(self, ref: LoRARef, base_weight: BaseWeight | None = None) -> ReadAdapter:
         if ref.lora_name in self.needs:
             assert self.needs[ref.lora_name].wait(30)
         self.threads.add(threading.current_thread().name)
         try:
-            return super().read(ref)
+            return super().read(ref, base_weight)
         finally:
             self.ended[ref.lora_name].set()
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """The start ends, well or not."""
+    yield
+    while start._stops:
+        start._stops.pop()()
+    assert not [t for t in threading.enumerate() if t.name.startswith("graft-start")]
 
 
 @pytest.fixture
@@ -75,11 +88,19 @@ def refs(folder: Path, count: int) -> list[LoRARef]:
     return [LoRARef(lora_name=f"a{n}", lora_path=str(folder / f"a{n}")) for n in range(count)]
 
 
+def starting(manager: Manager, pool: Pool) -> None:
+    """What the hooks do, without any capture."""
+    manager.bind(pool)
+    manager.at_start.finish()
+
+
 def test_they_are_registered_in_order_whoever_is_read_first(pool: Pool, tmp_path: Path) -> None:
     named = refs(tmp_path, 5)
     manager = Manager(named)
     manager.needs = {"a0": manager.ended["a1"]}
     manager.bind(pool)
+    manager.at_start.finish()
+    assert manager.at_start.is_finished
     known = manager.residency.known()
     assert [one.adapter_id for one in known] == [ref.lora_id for ref in named]
     assert list(manager.lora_refs) == [ref.lora_id for ref in named]
@@ -107,6 +128,7 @@ def test_the_first_is_read_while_kernels_compile(pool: Pool, tmp_path: Path) -> 
     manager.lora_backend = Compiling()
     manager.bind(pool)
     assert manager.lora_backend.bound.is_set()
+    manager.at_start.finish()
     assert len(manager.residency.known()) == 1
 
 
@@ -119,6 +141,65 @@ def test_a_bad_folder_ends_the_start_with_its_own_error(pool: Pool, tmp_path: Pa
     manager = Manager(named)
     manager.needs = {"a1": manager.ended["a2"]}
     with pytest.raises(AdapterError) as found:
-        manager.bind(pool)
+        starting(manager, pool)
     assert str(found.value) == str(wanted.value)
     assert [one.name for one in manager.residency.known()] == ["a0"]
+
+
+def test_captures_do_not_wait_for_reads_that_have_not_ended(pool: Pool, tmp_path: Path) -> None:
+    manager, go = Manager(refs(tmp_path, 3)), threading.Event()
+    manager.needs = {"a1": go}
+    manager.bind(pool)
+    assert manager.ended["a0"].wait(30)
+    runner = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+    start.before_graphs(runner.model_runner)
+    start.between_captures(runner, 8)
+    manager.at_start.check_invariants()
+    assert not manager.at_start.is_finished
+    assert "a1" not in [one.name for one in manager.residency.known()]
+    go.set()
+    manager.at_start.finish()
+    assert [one.name for one in manager.residency.known()] == ["a0", "a1", "a2"]
+    manager.at_start.check_invariants()
+    start.between_captures(runner, 8)  # a capture of later on
+
+
+def test_a_bad_folder_is_told_between_captures_unless_it_looks_like_theirs(
+    pool: Pool, tmp_path: Path
+) -> None:
+    named = refs(tmp_path, 1)
+    error: list[Exception] = [RuntimeError("no memory")]
+
+    class Failing(Manager):
+        def read(self, ref: LoRARef, base_weight: BaseWeight | None = None) -> ReadAdapter:
+            raise error[0]
+
+    manager = Failing(named)
+    manager.bind(pool)
+    manager.at_start._reads._pool.shutdown(wait=True)
+    manager.at_start.register_ready()
+    with pytest.raises(RuntimeError, match="no memory"):
+        manager.at_start.finish()
+
+
+def test_the_hook_finishes_and_stops_whatever_happens(pool: Pool, tmp_path: Path) -> None:
+    manager = Manager(refs(tmp_path, 2))
+    scheduler = SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+    )
+    stopped: list[str] = []
+
+    def fails(_: object) -> None:
+        manager.bind(pool)
+        manager.at_start.gate.close()
+        start.stop_at_end(lambda: stopped.append("memory"))
+        raise KeyError("a capture")
+
+    interval = sys.getswitchinterval()
+    try:
+        with pytest.raises(KeyError, match="a capture"):
+            start.init_model_worker(fails, scheduler)
+        assert stopped == ["memory"]
+        assert start._stops == []
+    finally:
+        sys.setswitchinterval(interval)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sglang_graft.cache import AdapterNode
-from sglang_graft.engine.host_memory import free_bytes, make_host_pool
+from sglang_graft.engine import start
+from sglang_graft.engine.host_memory import begin_reserve, free_bytes, make_host_pool
 from sglang_graft.engine.observe import Observations
 from sglang_graft.engine.waiting import WaitingRequests, begin_pass, reserved_pages
 from sglang_graft.pool import Arena, PageLayout
@@ -115,3 +116,20 @@ def test_the_size_of_the_host_pool() -> None:
     assert make_host_pool(arena, 5 * LAYOUT.page_bytes / 2**30).ledger.total == 5
     with pytest.raises(ValueError, match=r"--graft-host-memory-gb: wanted at most .* got 999999"):
         make_host_pool(arena, 999999.0)
+
+
+def test_memory_that_was_begun_early_ends_up_as_large_as_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    fake = SimpleNamespace(cudaHostRegister=lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    arena = Arena(LAYOUT, 10, "cpu")
+    begun = begin_reserve(0.0, 3 * arena.buffer.numel())
+    assert len(begun.reserve) == 6 * arena.buffer.numel()
+    host = make_host_pool(arena, 0.0, begun)
+    host.wait()
+    assert host.ledger.total == 20, "two pools"
+    start._stops.pop()()
+    with pytest.raises(ValueError, match=r"--graft-host-memory-gb: wanted at most .* got 999999"):
+        begin_reserve(999999.0, 1)

@@ -1,17 +1,16 @@
 """Page copies between a host pool and an arena on the CPU, and the host pool itself."""
 
-import mmap
+import threading
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
 from sglang_graft.pool import Arena, PageLayout
-from sglang_graft.tiers import CpuCopier, HostPool, Way
+from sglang_graft.tiers import CpuCopier, HostPool, Reserve, Way
 from sglang_graft.tiers.copies import runs
-from sglang_graft.tiers.host_pool import commit, default_bytes, pages_for
+from sglang_graft.tiers.host_pool import default_bytes, pages_for
 
 LAYOUT = PageLayout(layers=1, page_tokens=16, kv_heads=1, head_dim=8, dtype=torch.float32)
 
@@ -42,17 +41,6 @@ def test_the_sink_takes_part_in_no_copy() -> None:
         copier.copy(Way.LOAD, [(1, 0)], [])
 
 
-@pytest.mark.parametrize("threads", [1, 3, 64])
-def test_new_memory_is_given_by_the_system_as_a_whole(threads: int) -> None:
-    size = 64 << 20
-    memory = mmap.mmap(-1, size)  # fresh, whatever was freed before
-    rows = np.frombuffer(memory, dtype=np.uint8).reshape(-1, 1 << 16)
-    before = psutil.Process().memory_info().rss
-    commit(rows, threads)
-    grown = psutil.Process().memory_info().rss - before
-    assert grown > 0.9 * size, f"{grown} bytes of {size}"
-
-
 def test_memory_is_page_locked_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pages, page_bytes, calls = 64, 1 << 20, []
 
@@ -65,6 +53,42 @@ def test_memory_is_page_locked_once_it_is_there(monkeypatch: pytest.MonkeyPatch)
     before = psutil.Process().memory_info().rss
     host = HostPool(pages, page_bytes, pin=True)
     assert calls == [(host.buffer.data_ptr(), pages * page_bytes, 0, True)]
+
+
+def test_a_pool_beside_the_start_is_locked_by_a_thread_on_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, go = torch.device("cuda", 3), threading.Event()
+    calls: list[tuple[str, object]] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        assert go.wait(30)
+        calls.append((threading.current_thread().name.partition("_")[0], (address, size)))
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: calls.append(("device", d)))
+    host = HostPool.beside(4, 4096, Reserve(1 << 20), device)
+    assert host.ledger.total == 4
+    with pytest.raises(AssertionError, match="before it is there"):
+        host.write([1], torch.ones(1, 4096, dtype=torch.uint8))
+    go.set()
+    host.wait()
+    host.wait()
+    assert calls == [("device", device), ("graft-pin", (host.buffer.data_ptr(), 4 * 4096))]
+    host.write([1], torch.ones(1, 4096, dtype=torch.uint8))
+    assert host.row(1).all()
+
+
+def test_a_pool_beside_the_start_that_cannot_be_locked_is_refused_when_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    host = HostPool.beside(2, 4096, Reserve(1 << 20), torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=r"--graft-host-memory-gb: .* \(CUDA error 2\)"):
+        host.wait()
 
 
 def test_memory_that_cannot_be_page_locked_is_refused_with_its_flag(

@@ -54,10 +54,12 @@ def test_reads_wait_for_room_until_the_one_before_is_done_with() -> None:
     disk = Disk("a", "b", "c")
     with ReadAhead(disk.read, [("a", 4), ("b", 4), ("c", 4)], threads=3, nbytes=9) as reads:
         disk.wait_for("a", "b")
-        assert reads.take() == "A"
-        assert sorted(disk.begun) == ["a", "b"]  # A is still in the caller's hands
-        assert reads.take() == "B"
+        assert [reads.take(), reads.take()] == ["A", "B"]
+        assert sorted(disk.begun) == ["a", "b"]  # both are still in the caller's hands
+        assert not reads.has_begun
+        reads.done_with()
         disk.wait_for("c")
+        assert reads.has_begun
         assert reads.take() == "C"
         reads.check_invariants()
 
@@ -66,10 +68,10 @@ def test_an_item_above_the_bound_is_read_alone() -> None:
     disk = Disk("small", "large", "last")
     items = [("small", 1), ("large", 100), ("last", 1)]
     with ReadAhead(disk.read, items, threads=3, nbytes=9) as reads:
-        assert reads.take() == "SMALL"
-        assert disk.begun == ["small"]
-        assert reads.take() == "LARGE"
-        assert disk.begun == ["small", "large"]
+        for result, begun in (("SMALL", ["small"]), ("LARGE", ["small", "large"])):
+            assert reads.take() == result
+            assert disk.begun == begun
+            reads.done_with()
         assert reads.take() == "LAST"
 
 
@@ -81,6 +83,7 @@ def test_the_first_error_in_order_is_raised_and_the_rest_is_not_begun() -> None:
         with ReadAhead(disk.read, items, threads=2, nbytes=9) as reads:
             for _ in items:
                 reads.take()
+                reads.done_with()
 
     with pytest.raises(ValueError, match="bad 1 is no adapter"):
         register_all()
@@ -110,8 +113,56 @@ def test_an_error_of_the_caller_waits_for_the_reads_under_way() -> None:
 def test_nothing_to_read_is_fine_and_taking_from_it_is_our_own_fault() -> None:
     with ReadAhead(str, [], threads=1, nbytes=1) as reads:
         reads.check_invariants()
-        with pytest.raises(AssertionError, match="more results were taken"):
+        assert not reads.is_ready
+        with pytest.raises(AssertionError, match="that nothing reads"):
             reads.take()
+        with pytest.raises(AssertionError, match="nothing was taken"):
+            reads.done_with()
+
+
+def test_whether_a_result_is_there_is_told_without_waiting() -> None:
+    disk = Disk("bad")
+    with ReadAhead(disk.read, [("bad", 1), ("b", 1)], threads=2, nbytes=2) as reads:
+        disk.wait_for("b")
+        with pytest.raises(ValueError, match="bad is no adapter"):
+            reads.take()
+        assert reads.has_begun
+        assert not reads.is_ready
+        with pytest.raises(AssertionError, match="has not ended"):
+            assert reads.error
+        disk.release("b")
+        assert reads.take() == "B"
+        assert not reads.has_begun
+
+
+def test_an_error_can_be_looked_at_before_it_is_raised() -> None:
+    ended = threading.Event()
+
+    def read(name: str) -> int:
+        try:
+            return int(name)
+        finally:
+            ended.set()
+
+    with ReadAhead(read, [("x", 1)], threads=1, nbytes=9) as reads:
+        assert ended.wait(SECONDS)
+        with pytest.raises(ValueError, match="invalid literal"):
+            reads.take()
+    reads = ReadAhead(read, [("7", 1), ("x", 1)], threads=1, nbytes=9)
+    assert reads.take() == 7
+    reads._pool.shutdown(wait=True)  # both have ended
+    assert isinstance(reads.error, ValueError)
+
+
+def test_closing_drops_what_has_not_begun_for_good() -> None:
+    disk = Disk("a", "b")
+    reads = ReadAhead(disk.read, [("a", 1), ("b", 1)], threads=1, nbytes=1)
+    assert reads.take() == "A"
+    reads.close()
+    reads.close()
+    reads.done_with()
+    assert disk.begun == ["a"]
+    reads.check_invariants()
 
 
 @settings(max_examples=50, deadline=None)
@@ -138,4 +189,5 @@ def test_the_bound_holds_in_the_threads_too(sizes: list[int], threads: int, nbyt
             reads.check_invariants()
             with lock:
                 held[index] = 0
+            reads.done_with()
     assert over == []
