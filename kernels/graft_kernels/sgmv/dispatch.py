@@ -18,8 +18,8 @@ LoRA as one CUDA graph; times are what LoRA adds to the 32 layers' 3.98 ms):
 - Prefill: 64-row blocks read B less often; pieces of 128 outputs keep their sums in registers.
   8192 rows of gate_up: 288 us to expand, where reading and writing the output takes 240 us.
 
-`benchmark/kernels/results/sgmv_h200.json` compares with SGLang's kernels: 0.20x to 0.38x of csgmv in
-prefill of 256 to 8192 rows, 0.34x to 0.54x in decode.
+`benchmark/kernels/results/sgmv_h200.json` compares with SGLang's kernels: 0.20x to 0.38x of csgmv
+in prefill of 256 to 8192 rows, 0.34x to 0.54x in decode.
 """
 
 from dataclasses import dataclass
