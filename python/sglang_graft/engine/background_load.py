@@ -10,7 +10,6 @@ which a load becomes visible depends on the disk; with more than one rank it wou
 agreed upon, and those are refused at start.
 """
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,10 +22,6 @@ from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.lora_manager import READ_ERRORS, GraftLoRAManager
 from sglang_graft.engine.start_adapters import ReadAdapter
 
-# Seconds for which a thread may keep Python's lock while another one wants it. The scheduler's loop
-# never rests, and reading takes many short steps: by Python's 5 ms each step would wait that long.
-SWITCH_SECONDS = 0.0005
-
 
 @dataclass(slots=True)
 class Loads:
@@ -36,11 +31,9 @@ class Loads:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="graft-load")
     )
     _jobs: deque[tuple[Any, "Future[ReadAdapter]"]] = field(default_factory=deque)
-    _interval: float = field(default_factory=sys.getswitchinterval)
 
     def start(self, request: Any, read: Callable[[Any], ReadAdapter]) -> None:
         """Begin to read the adapter of one LoadLoRAAdapterReqInput."""
-        sys.setswitchinterval(min(SWITCH_SECONDS, self._interval))
         self._jobs.append((request, self._threads.submit(read, request.to_ref())))
 
     def done(self) -> list[tuple[Any, "Future[ReadAdapter]"]]:
@@ -50,8 +43,6 @@ class Loads:
             ended.append(self._jobs.popleft())
         if self._jobs:
             time.sleep(0)  # let the thread have Python's lock, if it waits for it
-        elif ended:
-            sys.setswitchinterval(self._interval)
         return ended
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from sglang.srt.lora.layers import (
     ColumnParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
     ReplicatedLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
@@ -25,7 +26,8 @@ _LAYERS = (ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA, ReplicatedLi
 def begin(layer: Any, inputs: tuple[Any, ...]) -> None:
     """Before `forward` of a LoRA layer."""
     if layer.lora_active:
-        layer.lora_backend.begin(inputs[0], layer.B_buffer)
+        qkv = isinstance(layer, QKVParallelLinearWithLoRA)
+        layer.lora_backend.begin(inputs[0], layer.B_buffer_qkv if qkv else layer.B_buffer)
 
 
 def install(layers: Iterable[torch.nn.Module]) -> int:

@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.lora.layers import ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA
+from sglang.srt.lora.layers import (
+    ColumnParallelLinearWithLoRA,
+    QKVParallelLinearWithLoRA,
+    RowParallelLinearWithLoRA,
+)
 
 from sglang_graft.engine import early_shrink
 
@@ -13,7 +17,7 @@ X = torch.ones(2, 3)
 
 
 def layer(kind: type[torch.nn.Module], said: list[Any], **base: Any) -> Any:
-    """A LoRA layer without weights, whose `forward` notes that it ran."""
+    """A LoRA layer with its second buffer under its own name, whose `forward` notes that it ran."""
 
     class Layer(kind):  # type: ignore[misc, valid-type]
         lora_active = True
@@ -21,7 +25,7 @@ def layer(kind: type[torch.nn.Module], said: list[Any], **base: Any) -> Any:
         def __init__(self) -> None:
             torch.nn.Module.__init__(self)
             self.base_layer = SimpleNamespace(**base)
-            self.B_buffer = "weights"
+            setattr(self, kind.set_lora_info.__code__.co_varnames[2], "weights")
             self.lora_backend = SimpleNamespace(begin=lambda x, w: said.append((x, w)))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,11 +38,12 @@ def layer(kind: type[torch.nn.Module], said: list[Any], **base: Any) -> Any:
 def test_the_backend_hears_of_the_rows_before_the_base_product() -> None:
     said: list[Any] = []
     column = layer(ColumnParallelLinearWithLoRA, said)
+    qkv = layer(QKVParallelLinearWithLoRA, said)
     row = layer(RowParallelLinearWithLoRA, said, input_is_parallel=True)
-    assert early_shrink.install([column, row]) == 2
-    column(X)
-    row(X)
-    assert said == [(X, "weights"), "forward"] * 2
+    assert early_shrink.install([column, qkv, row]) == 3
+    for each in (column, qkv, row):
+        each(X)
+    assert said == [(X, "weights"), "forward"] * 3
 
 
 def test_not_without_adapters_and_not_where_rows_would_be_split() -> None:
