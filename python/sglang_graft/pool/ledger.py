@@ -15,6 +15,11 @@ class Owner(enum.IntEnum):
     IN_FLIGHT = 5
 
 
+# Python 3.11 takes longer to look up a member of an enum than to call a function, and these are
+# looked up dozens of times a request.
+FREE, SINK, IN_FLIGHT, KV_CACHED = Owner.FREE, Owner.SINK, Owner.IN_FLIGHT, Owner.KV_CACHED
+
+
 class PageLedger:
     """Hands out pages of equal size and remembers whose each is.
 
@@ -63,7 +68,7 @@ class PageLedger:
         """
         if n < 0:
             raise ValueError(f"take: wanted 0 pages or more, got {n}")
-        assert owner > Owner.SINK, f"pages cannot be taken for {owner.name}"
+        assert owner > SINK, f"pages cannot be taken for {owner.name}"
         if n == 0:
             return []
         stack = self._stack
@@ -75,18 +80,18 @@ class PageLedger:
         owners, value = self._owners, int(owner)
         for page in taken:
             owners[page] = value
-        self._counts[Owner.FREE] -= n
+        self._counts[FREE] -= n
         self._counts[owner] += n
         return taken
 
     def give(self, pages: Sequence[int], owner: Owner) -> None:
         """Return pages of `owner` to the free stack."""
-        self._hand(pages, owner, Owner.FREE)
+        self._hand(pages, owner, FREE)
         self._stack.extend(reversed(pages))
 
     def move(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
         """Hand pages of `source` to `target`; their bytes stay where they are."""
-        assert target > Owner.SINK, f"pages cannot move to {target.name}"
+        assert target > SINK, f"pages cannot move to {target.name}"
         self._hand(pages, source, target)
 
     def owner_of(self, page: int) -> Owner:
@@ -123,7 +128,7 @@ class PageLedger:
 
     def _hand(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
         """Pages of `source` become pages of `target`, each named once: all of them or none."""
-        assert source > Owner.SINK, f"pages of {source.name} cannot be given or moved"
+        assert source > SINK, f"pages of {source.name} cannot be given or moved"
         if not pages:
             return
         assert min(pages) > 0, f"page {min(pages)} is no page of {source.name}"
