@@ -149,8 +149,8 @@ def token_ids(segment: Segment, vocabulary: int) -> list[int]:
         raise ValueError(
             f"--model: wanted a vocabulary of {2 * FIRST_TOKEN} or more, got {vocabulary}"
         )
-    tokens = segment.tokens()
+    tokens = segment.tokens().tolist()
     if vocabulary < SMALLEST_VOCABULARY:
-        tokens = FIRST_TOKEN + (tokens - FIRST_TOKEN) % (vocabulary - FIRST_TOKEN)
-    found: list[int] = tokens.tolist()
-    return found
+        span = vocabulary - FIRST_TOKEN
+        return [FIRST_TOKEN + (token - FIRST_TOKEN) % span for token in tokens]
+    return tokens

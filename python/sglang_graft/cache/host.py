@@ -28,7 +28,7 @@ from collections.abc import Collection, Sequence
 from sglang_graft.cache.node import AdapterNode, Entry, HostCopy, Node
 from sglang_graft.cache.policy import EvictionPolicy
 from sglang_graft.cache.runs import detach
-from sglang_graft.pool.ledger import Owner, PageLedger
+from sglang_graft.pool.ledger import IN_FLIGHT, Owner, PageLedger
 
 _DEAD_KEPT = 64
 # How many copies of KV that is on both sides are looked at, the latest used first, for one room.
@@ -77,7 +77,7 @@ class HostTier:
         missing = pages - self.ledger.free
         if missing > 0 and not self._make_room(node, missing, force, spare):
             return None
-        taken = self.ledger.take(pages, Owner.IN_FLIGHT)
+        taken = self.ledger.take(pages, IN_FLIGHT)
         assert taken is not None, f"{pages} host pages were free, and could not be taken"
         node.host = HostCopy(taken)
         self._count(node, len(taken))
@@ -89,13 +89,13 @@ class HostTier:
         mine = [page for page in pages if page not in self._orphans]
         gone = [page for page in pages if page in self._orphans]
         self._orphans.difference_update(gone)
-        self.ledger.move(mine, Owner.IN_FLIGHT, owner)
-        self.ledger.give(gone, Owner.IN_FLIGHT)
+        self.ledger.move(mine, IN_FLIGHT, owner)
+        self.ledger.give(gone, IN_FLIGHT)
 
     def begin_read(self, pages: list[int]) -> None:
         """A transfer reads these pages until `end_read`."""
         for page in pages:
-            assert not self.ledger.holds(page, Owner.IN_FLIGHT), f"host page {page} has no bytes"
+            assert not self.ledger.holds(page, IN_FLIGHT), f"host page {page} has no bytes"
             self._readers[page] = self._readers.get(page, 0) + 1
 
     def end_read(self, pages: list[int]) -> None:
@@ -108,16 +108,16 @@ class HostTier:
                 if page in self._orphans:
                     self._orphans.remove(page)
                     gone.append(page)
-        self.ledger.give(gone, Owner.IN_FLIGHT)
+        self.ledger.give(gone, IN_FLIGHT)
 
     def is_readable(self, node: Node) -> bool:
         """Whether the node has a copy whose bytes have landed."""
         copy = node.host
         if copy is None:
             return False
-        if not self.ledger.count(Owner.IN_FLIGHT):
+        if not self.ledger.count(IN_FLIGHT):
             return True
-        return not any(self.ledger.holds(page, Owner.IN_FLIGHT) for page in copy.pages)
+        return not any(self.ledger.holds(page, IN_FLIGHT) for page in copy.pages)
 
     def release(self, node: Node) -> int:
         """The node loses its copy; returns its pages, which are free unless a transfer has them."""
@@ -134,11 +134,11 @@ class HostTier:
             return len(copy.pages)
         for page in copy.pages:
             owner = self.ledger.owner_of(page)
-            if owner is Owner.IN_FLIGHT:
+            if owner is IN_FLIGHT:
                 self._orphans.add(page)
             elif page in self._readers:
                 self._orphans.add(page)
-                self.ledger.move([page], owner, Owner.IN_FLIGHT)
+                self.ledger.move([page], owner, IN_FLIGHT)
             else:
                 self.ledger.give([page], owner)
         return len(copy.pages)
@@ -313,12 +313,12 @@ class HostTier:
         if copy is None:
             return False
         return self._is_quiet() or not any(
-            page in self._readers or self.ledger.holds(page, Owner.IN_FLIGHT) for page in copy.pages
+            page in self._readers or self.ledger.holds(page, IN_FLIGHT) for page in copy.pages
         )
 
     def _is_quiet(self) -> bool:
         """Whether no transfer has any host page: the usual case, without a look at each page."""
-        return not self._readers and not self.ledger.count(Owner.IN_FLIGHT)
+        return not self._readers and not self.ledger.count(IN_FLIGHT)
 
     # ---- the order of only copies: as `VictimHeap`, lazily
 

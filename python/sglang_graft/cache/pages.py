@@ -10,7 +10,7 @@ from sglang_graft.cache.node import AdapterNode, Entry, Node, State
 from sglang_graft.cache.policy import EvictionPolicy
 from sglang_graft.cache.runs import TOKEN_BYTES, detach, split
 from sglang_graft.cache.shares import NOTHING, Incoming, Share, Shares, ShareVictims
-from sglang_graft.pool.ledger import Owner, PageLedger
+from sglang_graft.pool.ledger import IN_FLIGHT, KV_CACHED, Owner, PageLedger
 
 
 def _nobody(pages: Sequence[int]) -> None:
@@ -161,7 +161,7 @@ class TreePages:
     def loaded(self, adapter: AdapterNode) -> None:
         """The copy of a LOADING adapter has landed."""
         assert adapter.state is State.LOADING, f"{adapter.identity!r} is {adapter.state.value}"
-        self.ledger.move(adapter.pages, Owner.IN_FLIGHT, Owner.ADAPTER)
+        self.ledger.move(adapter.pages, IN_FLIGHT, Owner.ADAPTER)
         adapter.state = State.RESIDENT
 
     def promote(self, node: Node, *, use_reserve: bool = True) -> list[int] | None:
@@ -192,11 +192,11 @@ class TreePages:
 
     def landed(self, pages: Sequence[int]) -> None:
         """The KV of IN_FLIGHT pages that still belong to their nodes is there."""
-        self.ledger.move(pages, Owner.IN_FLIGHT, Owner.KV_CACHED)
+        self.ledger.move(pages, IN_FLIGHT, KV_CACHED)
 
     def is_landed(self, node: Node) -> bool:
         """Whether a KV node is on the device with its bytes."""
-        return bool(node.pages) and not self.ledger.holds(node.pages[0], Owner.IN_FLIGHT)
+        return bool(node.pages) and not self.ledger.holds(node.pages[0], IN_FLIGHT)
 
     # ---- leaving it
 
@@ -222,7 +222,7 @@ class TreePages:
             self.reprice()
         budgets = self.shares.budgets(incoming, only)
         freed = 0
-        gone: dict[Owner, list[int]] = {Owner.KV_CACHED: [], Owner.IN_FLIGHT: []}
+        gone: dict[Owner, list[int]] = {KV_CACHED: [], IN_FLIGHT: []}
         while freed < pages:
             victim = self._victims.pop(budgets)
             if victim is None:
@@ -281,7 +281,7 @@ class TreePages:
         if over > 0:
             self.evict(over, Reason.CAP, only=share)
         self.evict(pages - (self.ledger.free - kept), reason, incoming=incoming)
-        taken = self.ledger.take(pages, Owner.IN_FLIGHT, use_reserve=use_reserve)
+        taken = self.ledger.take(pages, IN_FLIGHT, use_reserve=use_reserve)
         assert taken is not None, f"{pages} pages were free, and could not be taken"
         return taken
 
@@ -400,7 +400,7 @@ class TreePages:
         pages, adapter.pages = adapter.pages, []
         self._change(adapter, -len(pages))
         landed = adapter.state is State.RESIDENT
-        self._free(pages, Owner.ADAPTER if landed else Owner.IN_FLIGHT)
+        self._free(pages, Owner.ADAPTER if landed else IN_FLIGHT)
         adapter.state = State.ABSENT
         adapter.left = self._clock
         self._settle(adapter)
@@ -424,7 +424,7 @@ class TreePages:
 
     def _owner(self, node: Node) -> Owner:
         """Who has the pages of a KV node on the device, in the ledger's words."""
-        return Owner.KV_CACHED if self.is_landed(node) else Owner.IN_FLIGHT
+        return KV_CACHED if self.is_landed(node) else IN_FLIGHT
 
     def _split(self, lower: Node, size: int) -> Node:
         """Put the first `size` bytes of a node into one above it, which is returned."""

@@ -176,7 +176,7 @@ class ShareVictims:
                 continue
             if best is None or head < best:
                 best = head
-        return None if best is None else best[3].share.victims.pop()
+        return None if best is None else best[3].share.victims.take(best)
 
     def coldest(self, limit: int) -> Iterator[Node]:
         """The victims that leave next, in order; looks at `limit` entries. Floors do not count.

@@ -19,7 +19,7 @@ from sglang_graft.cache.runs import (
     token_bytes,
 )
 from sglang_graft.cache.shares import Share
-from sglang_graft.pool.ledger import Owner, PageLedger
+from sglang_graft.pool.ledger import KV_CACHED, Owner, PageLedger
 
 
 class UnifiedTree(TreePages):
@@ -201,7 +201,7 @@ class UnifiedTree(TreePages):
         duplicates = (cached - start) // self.page_tokens
         self.ledger.give(pages[:duplicates], Owner.KV_RUNNING)
         fresh = pages[duplicates:]
-        self.ledger.move(fresh, Owner.KV_RUNNING, Owner.KV_CACHED)
+        self.ledger.move(fresh, Owner.KV_RUNNING, KV_CACHED)
         held += fresh
         for node in beyond:
             count = len(node.key) // self._page_bytes

@@ -65,12 +65,14 @@ class VictimHeap:
     def pop(self) -> Node | None:
         """Remove and return the least valuable evictable leaf; None = there is none."""
         head = self.head()
-        if head is None:
-            return None
+        return None if head is None else self.take(head)
+
+    def take(self, head: Entry) -> Node:
+        """Remove the leaf whose entry `head()` has just returned."""
+        assert self._front[0] is head, f"node {head[1]} is not the next victim"
         del self._front[0]
-        node = head[3]
-        node.entry = None
-        return node
+        head[3].entry = None
+        return head[3]
 
     def head(self) -> Entry | None:
         """The entry of the leaf that `pop` would return, which stays."""
@@ -109,7 +111,8 @@ class VictimHeap:
     def any_uncopied(self, limit: int) -> bool:
         """Whether `coldest` may yield a node without a host copy; False is certain."""
         self._fill(limit)
-        return any(entry[3].host is None for entry in self._front[:limit])
+        uncopied = [entry for entry in self._front[:limit] if entry[3].host is None]
+        return any(entry[3].entry is entry and entry[3].is_victim() for entry in uncopied)
 
     def order(self) -> Iterator[Entry]:
         """Live entries in rising order, by the values that they were pushed with.

@@ -15,6 +15,11 @@ class Owner(enum.IntEnum):
     IN_FLIGHT = 5
 
 
+# Python 3.11 takes longer to look up a member of an enum than to call a function, and these are
+# looked up dozens of times a request.
+FREE, SINK, IN_FLIGHT, KV_CACHED = Owner.FREE, Owner.SINK, Owner.IN_FLIGHT, Owner.KV_CACHED
+
+
 class PageLedger:
     """Hands out pages of equal size and remembers whose each is.
 
@@ -63,7 +68,7 @@ class PageLedger:
         """
         if n < 0:
             raise ValueError(f"take: wanted 0 pages or more, got {n}")
-        assert owner > Owner.SINK, f"pages cannot be taken for {owner.name}"
+        assert owner > SINK, f"pages cannot be taken for {owner.name}"
         if n == 0:
             return []
         stack = self._stack
@@ -72,20 +77,22 @@ class PageLedger:
         taken = stack[-n:]
         taken.reverse()
         del stack[-n:]
-        self._assign(taken, Owner.FREE, owner)
+        owners, value = self._owners, int(owner)
+        for page in taken:
+            owners[page] = value
+        self._counts[FREE] -= n
+        self._counts[owner] += n
         return taken
 
     def give(self, pages: Sequence[int], owner: Owner) -> None:
         """Return pages of `owner` to the free stack."""
-        self._check(pages, owner)
-        self._assign(pages, owner, Owner.FREE)
+        self._hand(pages, owner, FREE)
         self._stack.extend(reversed(pages))
 
     def move(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
         """Hand pages of `source` to `target`; their bytes stay where they are."""
-        assert target > Owner.SINK, f"pages cannot move to {target.name}"
-        self._check(pages, source)
-        self._assign(pages, source, target)
+        assert target > SINK, f"pages cannot move to {target.name}"
+        self._hand(pages, source, target)
 
     def owner_of(self, page: int) -> Owner:
         """The owner of one page."""
@@ -119,22 +126,35 @@ class PageLedger:
         assert free == stack, f"pages {free} are free, but {stack} are on the stack"
         assert self.reserve >= 0, f"the reserve is {self.reserve} pages"
 
-    def _check(self, pages: Sequence[int], owner: Owner) -> None:
-        """Assert that `owner` holds every one of `pages`, each named once."""
-        assert owner > Owner.SINK, f"pages of {owner.name} cannot be given or moved"
+    def _hand(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
+        """Pages of `source` become pages of `target`, each named once: all of them or none."""
+        assert source > SINK, f"pages of {source.name} cannot be given or moved"
         if not pages:
             return
-        assert min(pages) > 0, f"page {min(pages)} is no page of {owner.name}"
-        assert max(pages) < self.pages, f"page {max(pages)} is outside of 1..{self.pages - 1}"
-        assert len(set(pages)) == len(pages), f"a page is named twice in {list(pages)}"
-        held = bytes(map(self._owners.__getitem__, pages))
-        if held.count(owner) != len(held):
-            page = next(page for page in pages if self._owners[page] != owner)
-            raise AssertionError(f"page {page} is {self.owner_of(page).name}, not {owner.name}")
+        assert min(pages) > 0, f"page {min(pages)} is no page of {source.name}"
+        owners, held, value = self._owners, int(source), int(target)
+        walk = iter(pages)
+        try:
+            for page in walk:
+                if owners[page] != held:
+                    break
+                owners[page] = value
+            else:
+                self._counts[source] -= len(pages)
+                self._counts[target] += len(pages)
+                return
+        except IndexError:
+            pass  # a page beyond the last one
+        done = len(pages) - 1 - sum(1 for _ in walk)
+        for page in pages[:done]:
+            owners[page] = held
+        raise AssertionError(self._fault(pages, done, source))
 
-    def _assign(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
-        owners, value = self._owners, int(target)
-        for page in pages:
-            owners[page] = value
-        self._counts[source] -= len(pages)
-        self._counts[target] += len(pages)
+    def _fault(self, pages: Sequence[int], at: int, source: Owner) -> str:
+        """Why the page at this place is not for `source` to hand on."""
+        page = pages[at]
+        if page >= self.pages:
+            return f"page {page} is outside of 1..{self.pages - 1}"
+        if page in pages[:at]:
+            return f"page {page} is named twice in {list(pages)}"
+        return f"page {page} is {self.owner_of(page).name}, not {source.name}"

@@ -60,7 +60,7 @@ class Held:
 
     def extra(self, demand: Demand) -> int:
         """Pages that admitting this one would add."""
-        shared = sum(1 for block in demand.blocks if self._blocks[block])
+        shared = sum(map(bool, map(self._blocks.__getitem__, demand.blocks)))
         weights = 0 if self._adapters[demand.adapter] else self._weights(demand)
         return demand.pages - shared + weights
 

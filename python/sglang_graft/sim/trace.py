@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sglang_graft.cache.runs import token_bytes
+from sglang_graft.cache.runs import TOKEN_BYTES, token_bytes
 from sglang_graft.sim.sizes import Sizes
 from sglang_graft.sim.workloads import Workload
 
@@ -44,18 +43,13 @@ class Trace:
         for request in self.workload.requests:
             tokens = request.tokens()
             prompt = request.prompt_tokens
-            names = array("q")
-            parent = -1 - request.adapter  # no page has a negative id
-            for key in _pages(tokens, size):
-                parent = ids.setdefault((parent, key), len(ids))
-                names.append(parent)
             self.demands.append(
                 Demand(
                     adapter=request.adapter,
                     prompt=prompt,
                     total=len(tokens),
                     usable=(prompt - 1) // size * size,
-                    blocks=names,
+                    blocks=_blocks(ids, request.adapter, tokens, size),
                     pages=self.sizes.pages_for(len(tokens)),
                 )
             )
@@ -66,7 +60,14 @@ class Trace:
         return self.sizes.adapter_pages(self.workload.adapters[adapter].rank)
 
 
-def _pages(tokens: array[int], page_tokens: int) -> Iterator[bytes]:
-    data, size = token_bytes(tokens), page_tokens * tokens.itemsize
+def _blocks(
+    ids: dict[tuple[int, bytes], int], adapter: int, tokens: array[int], page_tokens: int
+) -> array[int]:
+    """An id for each whole page, by its tokens and all before them; new ones enter `ids`."""
+    data, size = token_bytes(tokens), page_tokens * TOKEN_BYTES
+    names = []
+    block = -1 - adapter  # no page has a negative id
     for start in range(0, len(data) // size * size, size):
-        yield data[start : start + size]
+        block = ids.setdefault((block, data[start : start + size]), len(ids))
+        names.append(block)
+    return array("q", names)

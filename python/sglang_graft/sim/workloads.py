@@ -19,7 +19,12 @@ _DIGITS = 3
 FIRST_TOKEN = 256
 """Token ids start here: small ones are control tokens in most vocabularies."""
 SMALLEST_VOCABULARY = FIRST_TOKEN + _BASE
-_FILLER = np.random.default_rng(20250727).integers(0, _BASE, 2**17, dtype=np.int64) + FIRST_TOKEN
+_FILLER = array("q")
+_FILLER.frombytes(
+    (
+        np.random.default_rng(20250727).integers(0, _BASE, 2**17, dtype=np.int64) + FIRST_TOKEN
+    ).tobytes()
+)
 
 _SWING_S = 60.0
 _DRIFT_S = 60.0
@@ -33,12 +38,12 @@ class Segment:
     length: int
     generated: bool = False
 
-    def tokens(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def tokens(self) -> array[int]:
         """Its token ids `[length]` int64, in FIRST_TOKEN .. SMALLEST_VOCABULARY - 1."""
         start = self.key * 7919 % (len(_FILLER) // 2)
-        found = _FILLER[start : start + self.length].copy()
-        if len(found) < self.length:
-            found = np.resize(found, self.length)
+        found = _FILLER[start : start + self.length]
+        while len(found) < self.length:
+            found += found[: self.length - len(found)]
         for place in range(min(_DIGITS, self.length)):
             found[place] = self.key // _BASE**place % _BASE + FIRST_TOKEN
         return found
@@ -75,9 +80,9 @@ class Request:
 
     def tokens(self) -> array[int]:
         """The prompt and then the output, as token ids."""
-        parts = [segment.tokens() for segment in (*self.prompt, self.output)]
         found = array("q")
-        found.frombytes(np.concatenate(parts).tobytes())
+        for segment in (*self.prompt, self.output):
+            found += segment.tokens()
         return found
 
 

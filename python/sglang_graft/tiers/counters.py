@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 
@@ -46,19 +47,19 @@ class Counters:
 
     def add(self, adapter: str | None, **amounts: float) -> None:
         """Add to the named counts of one adapter and of the total."""
-        own = self.of(adapter)
-        for name, amount in amounts.items():
-            setattr(own, name, getattr(own, name) + amount)
-        self.add_total(**amounts)
+        _add(self.of(adapter), amounts)
+        _add(self.total, amounts)
 
     def add_total(self, **amounts: float) -> None:
         """Add to the total alone: the adapter has been forgotten."""
-        for name, amount in amounts.items():
-            setattr(self.total, name, getattr(self.total, name) + amount)
+        _add(self.total, amounts)
 
     def of(self, adapter: str | None) -> TierCounts:
         """The counts of one adapter."""
-        return self.by_adapter.setdefault(adapter, TierCounts())
+        found = self.by_adapter.get(adapter)
+        if found is None:
+            found = self.by_adapter[adapter] = TierCounts()
+        return found
 
     def forget(self, adapter: str | None) -> None:
         """An adapter was unloaded; the total keeps what it did."""
@@ -70,3 +71,9 @@ class Counters:
             held = sum(getattr(own, name) for own in self.by_adapter.values())
             # Sums of seconds are rounded.
             assert 0 <= held <= amount + 1e-6, f"{name}: adapters count {held}, total {amount}"
+
+
+def _add(counts: TierCounts, amounts: Mapping[str, float]) -> None:
+    for name, amount in amounts.items():
+        if amount:
+            setattr(counts, name, getattr(counts, name) + amount)
