@@ -1,5 +1,4 @@
-"""`graft bench run` as a user runs it, small: Graft and stock SGLang, started together, one workload,
-on the CPU."""
+"""`graft bench run` as a user runs it, small: Graft and stock SGLang start together on the CPU."""
 
 import json
 from pathlib import Path
