@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from sglang_graft.bench.server import free_port
+from sglang_graft.bench.process import free_port
 
 PAGE_BYTES = 1024
 # 2 layers, hidden 8, one KV head of 4: small enough to count by hand.

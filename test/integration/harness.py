@@ -1,8 +1,6 @@
 """Start a real server as a user does, ask it, and always stop it with all of its children."""
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from sglang_graft.cli.demo_server import free_port
+from sglang_graft.bench.process import free_port, stop
 
 HOST = "127.0.0.1"
 START_SECONDS = 300.0
@@ -221,7 +219,7 @@ def running(
     try:
         yield process
     finally:
-        _stop(process)
+        stop(process, limit_s=STOP_SECONDS)
 
 
 def tail(log: Path) -> str:
@@ -252,15 +250,3 @@ def _is_healthy(server: Server) -> bool:
         return server.get("/health").status_code == httpx.codes.OK
     except httpx.TransportError:
         return False  # not listening yet
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Let the server end its children itself, then end what is left of the group by force."""
-    process.terminate()
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # all of it has ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

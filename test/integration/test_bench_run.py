@@ -1,4 +1,4 @@
-"""`graft bench run` as a user runs it, small: Graft and stock SGLang, one workload, on the CPU."""
+"""`graft bench run` as a user runs it, small: Graft and stock SGLang start together on the CPU."""
 
 import json
 from pathlib import Path
@@ -30,11 +30,13 @@ def test_both_sides_are_measured_once_and_reported(
     invoke("model", "tiny", "--out", str(model))
     run = ["run", "chat", "--model", str(model), "--out", str(out), "--device", "cpu", *LOAD]
     run += ["--work-dir", str(tmp_path / "work"), *(f"--peer={peer}" for peer in PEERS)]
+    run += ["--start-together", "2", "--graft-args", "--graft-host-memory-gb 1"]
     assert "all units are there" in invoke(*run)
     found = {r["unit"]["peer"]["label"]: r for r in Results(out).read_some()}
     assert set(found) == set(PEERS)
     for label, result in found.items():
         assert result["status"] == "measured", (label, result.get("why"))
+        assert (result["started_together"], result["beside"]) == (2, PEERS[-1] != label), label
         figures = result["figures"]
         assert figures["completed"] == figures["planned"], (label, figures)
         assert figures["ttft_ms"]["mean"] > 0
@@ -57,3 +59,4 @@ def test_both_sides_are_measured_once_and_reported(
     text = page.read_text()
     assert "| graft:cost | 2 |" in text
     assert "**missing**" not in text
+    assert "stock:2, 1 idle; graft:cost, 0 idle" in text

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 
 from sglang_graft.bench.shape import ModelShape
@@ -32,7 +33,21 @@ def make_adapters(
     distinct: how many weight files of one rank are written; further adapters are hard links to
     them with a scale (`lora_alpha`) of their own, so that no two adapters are equal as applied,
     and 1000 of them fit on a disk. None: every adapter has its own. `done` is called for each.
+    Runs that share the folder wait for each other here.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        return _make_all(folder, adapters, shape, seed, distinct, done)
+
+
+def _make_all(
+    folder: Path,
+    adapters: tuple[AdapterSpec, ...],
+    shape: ModelShape,
+    seed: int,
+    distinct: int | None,
+    done: Callable[[], None],
+) -> dict[str, Path]:
     found: dict[str, Path] = {}
     files: dict[int, list[Path]] = {}
     for index, spec in enumerate(adapters):

@@ -200,7 +200,7 @@ def _budgets(found: Sequence[Row], place: Place) -> Iterator[str]:
     starts: dict[str, list[float]] = {}
     for row in found:
         if row.place == place:
-            starts.setdefault(row.label, []).extend(row.values("start_s"))
+            starts.setdefault(row.label, []).extend(_starts_alone(row))
             for result in (*row.results, *row.problems):
                 seen.setdefault(row.label, result["split"])
     yield "| peer | start, s | adapters, bytes | KV tokens | how the budget is cut |"
@@ -210,6 +210,34 @@ def _budgets(found: Sequence[Row], place: Place) -> Iterator[str]:
         yield (
             f"| {label} | {start} | {cut['adapter_bytes']} | {cut['kv_tokens']} | "
             f"{cut['arithmetic']} |"
+        )
+    yield from _company([row for row in found if row.place == place])
+
+
+def _starts_alone(row: Row) -> Iterator[float]:
+    """Seconds of starts that no other start slowed down."""
+    for result in row.results:
+        if "start_s" in result and result.get("started_together", 1) == 1:
+            yield result["start_s"]
+
+
+def _company(own: Sequence[Row]) -> Iterator[str]:
+    """Which servers were measured while others stood idle on the device."""
+    beside: dict[str, list[int]] = {}
+    for row in own:
+        for result in row.results:
+            if result.get("started_together", 1) > 1:
+                beside.setdefault(row.label, []).append(result["beside"])
+    if beside:
+        yield ""
+        yield (
+            "Started together with others, and measured one at a time while others stood idle on "
+            "the device (their start times say nothing and are left out): "
+            + "; ".join(
+                f"{label}, {'-'.join(str(n) for n in sorted({min(seen), max(seen)}))} idle"
+                for label, seen in beside.items()
+            )
+            + "."
         )
 
 

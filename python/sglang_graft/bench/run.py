@@ -1,4 +1,6 @@
-"""Measure what is missing: one server for each peer and budget, one unit after the other on it."""
+"""Measure what is missing: one server for each peer and budget, one unit after the other on it.
+
+Servers may start at the same time; they are measured one after the other all the same."""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from sglang_graft.bench.samples import (
     stock_report,
     stock_sample,
 )
-from sglang_graft.bench.server import Running, Settings, serving
+from sglang_graft.bench.server import Running, ServerError, Settings, Start, serving
 from sglang_graft.bench.units import Load, Results, Unit, write_json
 from sglang_graft.bench.warm import Warmer, flush
 from sglang_graft.sim.workloads import Workload
@@ -36,6 +38,8 @@ from sglang_graft.sim.workloads import Workload
 # Without a limit of its own a connection would wait for a free one, and TTFT with it.
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
 _ANSWER_S = 3600.0
+# What a start and a warm-up are taken to need before the first ones are known.
+_FIRST_START_S, _FIRST_WARM_S = 30.0, 30.0
 
 
 class Progress(Protocol):
@@ -53,7 +57,8 @@ class Plan:
     """What to measure, and how.
 
     stop_after_s: no unit begins that could run past it (a call on a borrowed machine has an end);
-    drain_s: how long after the last first turn answers are waited for.
+    drain_s: how long after the last first turn answers are waited for; start_together: how many
+    servers start at the same time, so that one long start is paid for all of them.
     """
 
     peers: Sequence[Peer]
@@ -64,6 +69,7 @@ class Plan:
     stop_after_s: float | None = None
     distinct: int | None = None
     retry_failed: bool = False
+    start_together: int = 1
 
     def units(self) -> Iterator[Unit]:
         """All of them; those that share a server are neighbours."""
@@ -95,11 +101,18 @@ class Bench:
             f"{every - len(missing)} of {every} units are there, {len(missing)} to go"
         )
         left = len(missing)
-        for _, group in groupby(missing, key=lambda unit: (unit.budget_gb, unit.peer)):
-            units = list(group)
-            if not self._time_for(units[0], start_s=self._usual_start()):
+        groups = []
+        for _, same in groupby(missing, key=lambda unit: (unit.budget_gb, unit.peer)):
+            group = _Group.of(list(same), self.settings)
+            if group.cut.problem:
+                left -= self._refuse(group.units, group.cut, "infeasible", group.cut.problem)
+            else:
+                groups.append(group)
+        for place in range(0, len(groups), self.plan.start_together):
+            lot = groups[place : place + self.plan.start_together]
+            if not self._time_for(lot[0].first, self._usual_start(len(lot)) + self._usual_warm()):
                 break
-            left -= self._measure(units)
+            left -= self._measure(lot)
         return left
 
     def _is_done(self, unit: Unit) -> bool:
@@ -107,67 +120,121 @@ class Bench:
             return False
         return not (self.plan.retry_failed and self.results.status(unit) == "failed")
 
-    def _measure(self, units: list[Unit]) -> int:
-        """Units that share a server; returns how many of them are done now."""
-        first = units[0]
-        workload = first.load.workload()
-        cut = split(first.peer, first.budget_gb, self.settings.shape, workload)
-        if cut.problem:
-            return self._refuse(units, cut, "infeasible", cut.problem)
+    def _measure(self, lot: Sequence[_Group]) -> int:
+        """Groups whose servers start together; returns how many units are done then."""
+        starts = [self._start(group) for group in lot]
+        done = 0
+        with serving(starts, self.settings) as servers:
+            for place, (group, server) in enumerate(zip(lot, servers, strict=True)):
+                idle = sum(isinstance(later, Running) for later in servers[place + 1 :])
+                company = {"started_together": len(lot), "beside": idle}
+                done += self._measure_group(group, server, company)
+        return done
+
+    def _start(self, group: _Group) -> Start:
+        """Make its adapters; what its server is started with."""
+        peer, cut, load = group.first.peer, group.cut, group.first.load
         adapters = make_adapters(
-            self.work / "adapters" / first.load.name,
-            workload.adapters,
+            self.work / "adapters" / load.name,
+            group.workload.adapters,
             self.settings.shape,
             seed=0,
             distinct=self.plan.distinct,
         )
-        log = self.work / "logs" / f"{first.key}.log"
-        self.progress.say(f"starting {first.peer.label}, {first.budget_gb:g} GB: {cut.arithmetic}")
+        self.progress.say(f"starting {peer.label}, {group.first.budget_gb:g} GB: {cut.arithmetic}")
+        return Start(peer, cut, adapters, self.work / "logs" / f"{group.first.key}.log")
+
+    def _measure_group(
+        self, group: _Group, server: Running | ServerError, company: dict[str, int]
+    ) -> int:
+        """Units that share a server, which ends with them; returns how many are done then."""
+        if isinstance(server, ServerError):
+            return self._refuse(group.units, group.cut, "failed", str(server), company)
         try:
-            with serving(first.peer, cut, adapters, self.settings, log) as server:
-                self.progress.say(f"{first.peer.label} answers after {server.start_s:.0f} s")
-                return asyncio.run(_Side(self, server, cut, workload).measure(units))
+            self.progress.say(f"{group.first.peer.label} answered after {server.start_s:.0f} s")
+            if not self._time_for(group.first, self._usual_warm()):
+                return 0
+            return asyncio.run(_Side(self, server, group, company).measure())
         except (RuntimeError, httpx.HTTPError) as error:  # the second: the server went away
             text = str(error) or repr(error)
+            units = group.units
             missing = [unit for unit in units if not self.results.finished(unit)]
-            return self._refuse(missing, cut, "failed", text) + len(units) - len(missing)
+            refused = self._refuse(missing, group.cut, "failed", text, company)
+            return refused + len(units) - len(missing)
+        finally:
+            server.stop()
 
-    def _refuse(self, units: list[Unit], cut: Split, status: str, why: str) -> int:
+    def _refuse(
+        self,
+        units: Sequence[Unit],
+        cut: Split,
+        status: str,
+        why: str,
+        company: dict[str, int] | None = None,
+    ) -> int:
         for unit in units:
             self.progress.say(f"{unit.key}: {status}: {why.splitlines()[0]}")
             result = {"status": status, "why": why, "split": cut.report(), "about": self.about}
-            self.results.write(unit, result)
+            self.results.write(unit, result | (company or {}))
         return len(units)
 
-    def _usual_start(self) -> float:
-        """Seconds that a start and warm-up took at most so far; a minute before the first one."""
+    def _usual_start(self, together: int) -> float:
+        """Seconds that a start took at most so far, of those of as many servers if there are."""
         known = [r for r in self.results.read_all() if "start_s" in r]
-        # The gate and the calibration take about as long as the rest of the warm-up.
-        return max((r["start_s"] + 2 * r["warm"]["seconds"] for r in known), default=60.0)
+        alike = [r for r in known if r.get("started_together", 1) == together] or known
+        return max((r["start_s"] for r in alike), default=_FIRST_START_S)
 
-    def _time_for(self, unit: Unit, start_s: float = 0.0) -> bool:
+    def _usual_warm(self) -> float:
+        """Seconds from a server's first answer to its first unit, at most so far."""
+        known = [r["warm"]["seconds"] for r in self.results.read_all() if "start_s" in r]
+        # The gate and the calibration take about as long as the rest of the warm-up.
+        return max((2 * seconds for seconds in known), default=_FIRST_WARM_S)
+
+    def _time_for(self, unit: Unit, before_s: float = 0.0) -> bool:
+        """Whether the unit ends in time when it begins in `before_s` seconds."""
         if self.plan.stop_after_s is None:
             return True
-        needed = start_s + unit.load.seconds + self.plan.drain_s
+        needed = before_s + unit.load.seconds + self.plan.drain_s
         fits = time.monotonic() - self.started + needed <= self.plan.stop_after_s
         if not fits:
             self.progress.say(f"no time for {unit.key}, which may take {needed:.0f} s")
         return fits
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Units that share a server. `workload`: of the first one; all have the same adapters."""
+
+    units: list[Unit]
+    cut: Split
+    workload: Workload
+
+    @classmethod
+    def of(cls, units: list[Unit], settings: Settings) -> _Group:
+        """With its share of the budget computed."""
+        first = units[0]
+        workload = first.load.workload()
+        return cls(units, split(first.peer, first.budget_gb, settings.shape, workload), workload)
+
+    @property
+    def first(self) -> Unit:
+        """Names the server's log and its gate."""
+        return self.units[0]
+
+
 @dataclass(slots=True)
 class _Side:
-    """A running server and what is measured on it."""
+    """A running server and what is measured on it. `company`: what stood beside it, for results."""
 
     bench: Bench
     server: Running
-    cut: Split
-    workload: Workload
+    group: _Group
+    company: dict[str, int]
     host_bytes: int = 0
 
-    async def measure(self, units: list[Unit]) -> int:
+    async def measure(self) -> int:
         """Check, warm, ask the gate's questions, then every unit; returns how many were done."""
-        first = units[0]
+        units, first = self.group.units, self.group.first
         client = httpx.AsyncClient(base_url=self.server.url, limits=_LIMITS, timeout=_ANSWER_S)
         async with client:
             await self._check(client, first.peer)
@@ -178,7 +245,7 @@ class _Side:
                     return done
                 await flush(client)
                 result = await self._unit(client, unit)
-                result |= {"warm": warm, "start_s": self.server.start_s}
+                result |= {"warm": warm, "start_s": self.server.start_s, **self.company}
                 self.bench.results.write(unit, result)
                 ttft = result["figures"]["ttft_ms"]["mean"]
                 self.bench.progress.say(f"{unit.key}: mean TTFT {ttft:.0f} ms")
@@ -187,17 +254,17 @@ class _Side:
     async def _check(self, client: httpx.AsyncClient, peer: Peer) -> None:
         """The server must hold what was computed for it, no more and no less."""
         info = (await client.get("/server_info")).json()
-        got = info["max_total_num_tokens"]
-        if got != self.cut.kv_tokens:
+        got, wanted = info["max_total_num_tokens"], self.group.cut.kv_tokens
+        if got != wanted:
             raise RuntimeError(
-                f"{peer.label}: wanted {self.cut.kv_tokens} tokens of KV, the server has {got}:"
+                f"{peer.label}: wanted {wanted} tokens of KV, the server has {got}:"
                 " raise --mem-fraction-static in --server-args, or lower --budget-gb"
             )
         if peer.engine == "graft":
             report = (await client.get("/graft/pool")).json()
             held = report["pages"]["total"] * report["page_bytes"]
             self.host_bytes = report["host"]["pages"]["total"] * report["page_bytes"]
-            if held > self.cut.budget_bytes:
+            if held > self.group.cut.budget_bytes:
                 raise RuntimeError(f"{peer.label}: the pool has {held} bytes, more than the budget")
         else:
             stock_report(info)
@@ -211,7 +278,7 @@ class _Side:
 
         warmer = Warmer(
             HttpClient(client, clock),
-            self.workload,
+            self.group.workload,
             self.bench.settings.shape.vocabulary,
             peer.base_traffic,
             empty,
@@ -220,8 +287,8 @@ class _Side:
         return await warmer.warm()
 
     async def _gate(self, client: httpx.AsyncClient, unit: Unit) -> None:
-        shape = self.bench.settings.shape
-        answers = await gate.ask(client, self.workload, shape.vocabulary, unit.peer.base_traffic)
+        shape, workload = self.bench.settings.shape, self.group.workload
+        answers = await gate.ask(client, workload, shape.vocabulary, unit.peer.base_traffic)
         itself = gate.compare(answers["alone"], answers["at_once"], shape.dtype_name)
         name = f"{unit.load.name}-{unit.budget_gb:g}gb-{unit.peer.slug}.json"
         found: dict[str, Any] = {
@@ -254,7 +321,7 @@ class _Side:
             "status": "measured",
             "about": self.bench.about,
             "command": _without_paths(self.server.line),
-            "split": self.cut.report(),
+            "split": self.group.cut.report(),
             "sizes": asdict(self.bench.settings.shape.sizes),
             "host_bytes": self.host_bytes,
             "adapters": [[adapter.name, adapter.rank] for adapter in workload.adapters],

@@ -1,17 +1,14 @@
-"""Start one side's server, wait until it answers, and always end it with all of its children."""
+"""Start servers at the same time, wait until all answer, and always end them with all of their
+children."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +17,10 @@ import httpx
 
 from sglang_graft.bench.budget import Split
 from sglang_graft.bench.peers import Peer
+from sglang_graft.bench.process import HOST, free_ports, launch, stop, tail
 from sglang_graft.bench.samples import STOCK_PROBE_ENV
 from sglang_graft.bench.shape import ModelShape
 
-HOST = "127.0.0.1"
-_STOP_S = 15.0
-_LOG_LINES = 40
-_PR_SET_PDEATHSIG = 1
 # SGLang's other LoRA backends are Triton kernels.
 _STOCK_BACKEND = {"cpu": "torch_native", "cuda": "csgmv"}
 
@@ -68,49 +62,41 @@ def command(
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """A server to start. `adapters`: folders by name; `log`: the file for its output."""
+
+    peer: Peer
+    split: Split
+    adapters: Mapping[str, Path]
+    log: Path
+
+
+@dataclass(frozen=True, slots=True)
 class Running:
-    """A server that answers."""
+    """A server that answers. start_s: how long it took to; `stop`: end it before the others."""
 
     url: str
-    log: Path
     start_s: float
     line: tuple[str, ...]
-
-    def tail(self) -> str:
-        """The end of its log."""
-        return tail(self.log)
+    stop: Callable[[], None]
 
 
 @contextmanager
-def serving(
-    peer: Peer, split: Split, adapters: Mapping[str, Path], settings: Settings, log: Path
-) -> Iterator[Running]:
-    """Run the server of `peer` until the block ends. ServerError when it does not start."""
-    port = free_port()
-    line = command(peer, split, adapters, settings, port)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            line,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=environment(peer),
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-    url = f"http://{HOST}:{port}"
+def serving(starts: Sequence[Start], settings: Settings) -> Iterator[list[Running | ServerError]]:
+    """Start servers at the same time, and run them until the block ends.
+
+    It begins when none of them is starting any more. Yields for each, in order, the server that
+    answers, or why it does not; that one has ended by then.
+    """
+    found: list[_Child] = []
     try:
-        _wait(process, url, log, settings.start_limit_s, line)
-        yield Running(url, log, time.monotonic() - start, tuple(line))
+        for start, port in zip(starts, free_ports(len(starts)), strict=True):
+            line = command(start.peer, start.split, start.adapters, settings, port)
+            process = launch(line, start.log, environment(start.peer))
+            found.append(_Child(process, f"http://{HOST}:{port}", start.log, line))
+        yield _wait(found, settings.start_limit_s)
     finally:
-        stop(process)
-
-
-def _die_with_parent() -> None:
-    """Linux: a run that is killed leaves no server behind that holds the GPU for the next one."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        stop(*(child.process for child in found if not child.stopped))
 
 
 def environment(peer: Peer) -> dict[str, str]:
@@ -122,41 +108,45 @@ def environment(peer: Peer) -> dict[str, str]:
     return kept | {"HF_HUB_OFFLINE": "1"} | probe
 
 
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        port: int = found.getsockname()[1]
-    return port
+@dataclass(slots=True)
+class _Child:
+    """A server that was started and may not answer yet."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    line: list[str]
+    begun: float = field(default_factory=time.monotonic)
+    stopped: bool = False
+
+    def look(self, limit_s: float) -> Running | ServerError | None:
+        """What became of its start; None as long as it goes on."""
+        if _healthy(self.url):
+            took = time.monotonic() - self.begun
+            return Running(self.url, took, tuple(self.line), self.stop)
+        ended = self.process.poll() is not None
+        if not ended and time.monotonic() <= self.begun + limit_s:
+            return None
+        what = f"ended with code {self.process.returncode}" if ended else f"was silent {limit_s} s"
+        self.stop()
+        return ServerError(f"{shlex.join(self.line[:40])} ...: the server {what}\n{tail(self.log)}")
+
+    def stop(self) -> None:
+        """End it, once."""
+        if not self.stopped:
+            self.stopped = True
+            stop(self.process)
 
 
-def tail(log: Path) -> str:
-    """The end of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server: first kindly, then its whole group by force."""
-    process.terminate()
-    try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # all of it has ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _wait(
-    process: subprocess.Popen[bytes], url: str, log: Path, limit_s: float, line: Sequence[str]
-) -> None:
-    deadline = time.monotonic() + limit_s
-    while not _healthy(url):
-        ended = process.poll() is not None
-        if ended or time.monotonic() > deadline:
-            what = f"ended with code {process.returncode}" if ended else f"was silent {limit_s} s"
-            shown = shlex.join([*line[:1], *line[1:40]])
-            raise ServerError(f"{shown} ...: the server {what}\n{tail(log)}")
+def _wait(children: Sequence[_Child], limit_s: float) -> list[Running | ServerError]:
+    known: dict[int, Running | ServerError] = {}
+    while True:
+        for place, child in enumerate(children):
+            found = None if place in known else child.look(limit_s)
+            if found is not None:
+                known[place] = found
+        if len(known) == len(children):
+            return [known[place] for place in range(len(children))]
         time.sleep(0.5)
 
 

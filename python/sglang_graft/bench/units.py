@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from sglang_graft.bench.peers import Peer
 from sglang_graft.sim.workloads import Size, Workload, generate
 
@@ -103,9 +105,14 @@ class Results:
         write_json(self.path(unit), {"format": FORMAT, "unit": unit.describe(), **result})
 
     def ask(self, units: Iterable[Unit]) -> None:
-        """Remember what was wanted, so that a report can say what is missing."""
-        wanted = self.asked() | {unit.key: unit.describe() for unit in units}
-        write_json(self.folder / "asked.json", wanted)
+        """Remember what was wanted, so that a report can say what is missing.
+
+        Several runs may share the folder: each adds to what the others asked for.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.folder / ".asked.lock"):
+            wanted = self.asked() | {unit.key: unit.describe() for unit in units}
+            write_json(self.folder / "asked.json", wanted)
 
     def asked(self) -> dict[str, dict[str, Any]]:
         """Every unit that was ever wanted here, by key."""
@@ -129,8 +136,8 @@ class Results:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write beside, then move into place."""
+    """Write beside, then move into place; of several writers at once the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
+    part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(value, separators=(",", ":")) + "\n")
     os.replace(part, path)

@@ -7,8 +7,9 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +21,10 @@ app = typer.Typer(
     help="Measure stock SGLang and Graft at one budget of bytes, and report.",
 )
 if TYPE_CHECKING:
+    from sglang_graft.bench.run import Plan
+    from sglang_graft.bench.server import Settings
     from sglang_graft.bench.shape import ModelShape
+    from sglang_graft.bench.units import Load
 
 _CACHE = Path("~/.cache/graft/bench")
 _PROTOCOL_RATES: dict[str, list[float | None]] = {"uniform-cold": [4.0, 8.0, 16.0]}
@@ -93,93 +97,136 @@ def model_command(
         typer.echo(f"wrote {make_model(shape, out, seed=seed)}")
 
 
+# The options of `graft bench run`.
+_Name = Annotated[str, typer.Argument(help="A workload of the protocol, or all.")]
+_Model = Annotated[Path, typer.Option(help="Folder of the base model.")]
+_Out = Annotated[Path, typer.Option(help="Folder of results; finished units are kept.")]
+_Peer = Annotated[
+    list[str], typer.Option(help="stock:8,16 or base or graft:cost,lru+no-prefetch; repeat.")
+]
+_Budget = Annotated[str, typer.Option(help="Bytes for adapters and KV, in 1e9.")]
+_Rates = Annotated[str, typer.Option(help="First turns a second; default: protocol.")]
+_Seconds = Annotated[float, typer.Option(min=0.1, help="First turns come this long.")]
+_Device = Annotated[str, typer.Option(help="cuda or cpu.")]
+_Seed = Annotated[int, typer.Option(min=0)]
+_Repeats = Annotated[int, typer.Option(min=1, help="With other seeds each.")]
+_Adapters = Annotated[int | None, typer.Option(min=2, help="Default: the protocol's.")]
+_Requests = Annotated[int | None, typer.Option(min=1, help="At most this many.")]
+_Distinct = Annotated[
+    int | None,
+    typer.Option(min=1, help="Weight files of one rank; more adapters share them, scaled."),
+]
+_Drain = Annotated[float, typer.Option(min=0, help="Wait for answers this long.")]
+_StopAfter = Annotated[float | None, typer.Option(help="Begin no unit that could run past this.")]
+_Together = Annotated[
+    int, typer.Option(min=1, help="Servers that start at once; they are measured one by one.")
+]
+_ServerArgs = Annotated[str, typer.Option(help="Flags for all servers.")]
+_StockArgs = Annotated[str, typer.Option(help="Flags for stock SGLang.")]
+_BaseArgs = Annotated[str, typer.Option(help="Flags for the server without LoRA.")]
+_GraftArgs = Annotated[str, typer.Option(help="Flags for Graft.")]
+_StartLimit = Annotated[float, typer.Option(help="Give up a start after this.")]
+_Retry = Annotated[bool, typer.Option(help="Measure failed units again.")]
+_Work = Annotated[Path, typer.Option(help="Adapters and logs.")]
+_Commit = Annotated[str, typer.Option(help="Where the tree has no history.")]
+
+
 @app.command("run")
 def run_command(  # noqa: PLR0913 (typer: an option is a parameter)
-    name: Annotated[str, typer.Argument(help="A workload of the protocol, or all.")],
-    model: Annotated[Path, typer.Option(help="Folder of the base model.")],
-    out: Annotated[Path, typer.Option(help="Folder of results; finished units are kept.")],
-    peer: Annotated[
-        list[str], typer.Option(help="stock:8,16 or base or graft:cost,lru+no-prefetch; repeat.")
-    ],
-    budget_gb: Annotated[str, typer.Option(help="Bytes for adapters and KV, in 1e9.")] = "12",
-    rates: Annotated[str, typer.Option(help="First turns a second; default: protocol.")] = "",
-    seconds: Annotated[float, typer.Option(min=0.1, help="First turns come this long.")] = 60.0,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="With other seeds each.")] = 1,
-    adapters: Annotated[int | None, typer.Option(min=2, help="Default: the protocol's.")] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="At most this many.")] = None,
-    distinct_weights: Annotated[
-        int | None,
-        typer.Option(min=1, help="Weight files of one rank; more adapters share them, scaled."),
-    ] = None,
-    drain_s: Annotated[float, typer.Option(min=0, help="Wait for answers this long.")] = 60.0,
-    stop_after_s: Annotated[
-        float | None, typer.Option(help="Begin no unit that could run past this.")
-    ] = None,
-    server_args: Annotated[str, typer.Option(help="Flags for all servers.")] = "",
-    stock_args: Annotated[str, typer.Option(help="Flags for stock SGLang.")] = "",
-    base_args: Annotated[str, typer.Option(help="Flags for the server without LoRA.")] = "",
-    graft_args: Annotated[str, typer.Option(help="Flags for Graft.")] = "",
-    start_limit_s: Annotated[float, typer.Option(help="Give up a start after this.")] = 600.0,
-    retry_failed: Annotated[bool, typer.Option(help="Measure failed units again.")] = False,
-    work_dir: Annotated[Path, typer.Option(help="Adapters and logs.")] = _CACHE,
-    commit: Annotated[str, typer.Option(help="Where the tree has no history.")] = "",
+    name: _Name,
+    model: _Model,
+    out: _Out,
+    peer: _Peer,
+    budget_gb: _Budget = "12",
+    rates: _Rates = "",
+    seconds: _Seconds = 60.0,
+    device: _Device = "cuda",
+    seed: _Seed = 0,
+    repeats: _Repeats = 1,
+    adapters: _Adapters = None,
+    requests: _Requests = None,
+    distinct_weights: _Distinct = None,
+    drain_s: _Drain = 60.0,
+    stop_after_s: _StopAfter = None,
+    start_together: _Together = 1,
+    server_args: _ServerArgs = "",
+    stock_args: _StockArgs = "",
+    base_args: _BaseArgs = "",
+    graft_args: _GraftArgs = "",
+    start_limit_s: _StartLimit = 600.0,
+    retry_failed: _Retry = False,
+    work_dir: _Work = _CACHE,
+    commit: _Commit = "",
 ) -> None:
     """Measure what is missing below OUT; the same command again goes on where it stopped."""
-    from sglang_graft.bench.machine import machine, versions
     from sglang_graft.bench.peers import parse_peers
-    from sglang_graft.bench.run import Bench, Plan
-    from sglang_graft.bench.server import Settings
-    from sglang_graft.bench.shape import ModelShape
-    from sglang_graft.bench.units import Load, Results
-    from sglang_graft.cli.replay import workloads
+    from sglang_graft.bench.run import Plan
+    from sglang_graft.bench.units import Load
 
-    left = 0
-    started = time.monotonic()
+    load = Load(name=name, rate=None, seconds=seconds, adapters=adapters, most=requests, seed=seed)
+    more = {"all": server_args, "stock": stock_args, "base": base_args, "graft": graft_args}
     with _errors("run"), _ends_when_told():
-        shape = ModelShape.read(model, device)
-        more = {"all": server_args, "stock": stock_args, "base": base_args, "graft": graft_args}
-        settings = Settings(
-            model=model.resolve(),
-            shape=shape,
-            device=device,
-            more={engine: shlex.split(text) for engine, text in more.items()},
-            start_limit_s=start_limit_s,
+        plan = Plan(
+            peers=parse_peers(peer),
+            loads=(),
+            budgets_gb=numbers(budget_gb, "--budget-gb"),
+            drain_s=drain_s,
+            stop_after_s=stop_after_s,
+            distinct=distinct_weights,
+            retry_failed=retry_failed,
+            start_together=start_together,
         )
-        about = {"machine": machine(device), "versions": versions(device, commit or None)}
-        about |= {"dtype": shape.dtype_name, "model": _model_text(shape)}
-        progress = Lines(Console())
-        for workload in workloads(name):
-            wanted = _PROTOCOL_RATES.get(workload, [None])
-            if rates:
-                wanted = [*numbers(rates, "--rates")]
-            plan = Plan(
-                peers=parse_peers(peer),
-                loads=[
-                    Load(
-                        name=workload,
-                        rate=rate,
-                        seconds=seconds,
-                        adapters=adapters,
-                        most=requests,
-                        seed=seed + repeat,
-                    )
-                    for repeat in range(repeats)
-                    for rate in wanted
-                ],
-                budgets_gb=numbers(budget_gb, "--budget-gb"),
-                drain_s=drain_s,
-                stop_after_s=stop_after_s,
-                distinct=distinct_weights,
-                retry_failed=retry_failed,
-            )
-            work = work_dir.expanduser()
-            bench = Bench(plan, Results(out), settings, work, about, progress, started)
-            left += bench.run()
+        settings = _settings(model, device, more, start_limit_s)
+        left = _measure(_plans(plan, load, rates, repeats), settings, out, work_dir, commit)
     typer.echo(
         f"{left} units are left: run the same command again" if left else "all units are there"
     )
+
+
+def _settings(model: Path, device: str, more: dict[str, str], start_limit_s: float) -> Settings:
+    """`more`: flags of servers by engine, as one text each."""
+    from sglang_graft.bench.server import Settings
+    from sglang_graft.bench.shape import ModelShape
+
+    return Settings(
+        model=model.resolve(),
+        shape=ModelShape.read(model, device),
+        device=device,
+        more={engine: shlex.split(text) for engine, text in more.items()},
+        start_limit_s=start_limit_s,
+    )
+
+
+def _plans(plan: Plan, load: Load, rates: str, repeats: int) -> list[Plan]:
+    """`plan` for every workload that `load` names, at every rate and seed."""
+    from sglang_graft.cli.replay import workloads
+
+    found = []
+    for name in workloads(load.name):
+        wanted = _PROTOCOL_RATES.get(name, [None])
+        if rates:
+            wanted = [*numbers(rates, "--rates")]
+        seeds = range(load.seed, load.seed + repeats)
+        loads = [replace(load, name=name, rate=r, seed=seed) for seed in seeds for r in wanted]
+        found.append(replace(plan, loads=loads))
+    return found
+
+
+def _measure(
+    plans: Sequence[Plan], settings: Settings, out: Path, work_dir: Path, commit: str
+) -> int:
+    """Every plan; returns how many units are left."""
+    from sglang_graft.bench.machine import machine, versions
+    from sglang_graft.bench.run import Bench
+    from sglang_graft.bench.units import Results
+
+    started = time.monotonic()
+    shape, device = settings.shape, settings.device
+    about = {"machine": machine(device), "versions": versions(device, commit or None)}
+    about |= {"dtype": shape.dtype_name, "model": _model_text(shape)}
+    results, work, progress = Results(out), work_dir.expanduser(), Lines(Console())
+    benches = (Bench(p, results, settings, work, about, progress, started) for p in plans)
+    return sum(bench.run() for bench in benches)
 
 
 def _model_text(shape: ModelShape) -> str:

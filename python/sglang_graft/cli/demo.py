@@ -20,9 +20,10 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+from sglang_graft.bench.process import free_port
 from sglang_graft.cli.base_model import MODEL_NAME, ensure_base_model
 from sglang_graft.cli.demo_client import Answer, ask, pool_state
-from sglang_graft.cli.demo_server import ServerError, command, free_port, running
+from sglang_graft.cli.demo_server import ServerError, command, running
 from sglang_graft.cli.pool_table import show_pool
 
 ADAPTERS = Path(__file__).resolve().parents[3] / "demo" / "adapters"

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,8 @@ import httpx
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-HOST = "127.0.0.1"
+from sglang_graft.bench.process import HOST
+
 LOG_LINES = 40
 STOP_SECONDS = 15.0
 POLL_SECONDS = 0.5
@@ -24,14 +24,6 @@ POLL_SECONDS = 0.5
 
 class ServerError(RuntimeError):
     """The server did not start or did not answer as expected; the text says what to look at."""
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def command(

@@ -6,12 +6,16 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from sglang_graft.sim.capacity import Goal, Model
+    from sglang_graft.sim.sizes import Sizes
 
 Row = dict[str, Any]
 _ASSUMED = (
@@ -20,10 +24,13 @@ _ASSUMED = (
 )
 
 
+_Source = Annotated[
+    str, typer.Argument(help="A workload, a result of graft bench (.json), a history (.jsonl).")
+]
+
+
 def plan_command(  # noqa: PLR0913 (typer: an option is a parameter)
-    source: Annotated[
-        str, typer.Argument(help="A workload, a result of graft bench (.json), a history (.jsonl).")
-    ] = "",
+    source: _Source = "",
     gpu_gb: Annotated[float, typer.Option(help="Memory of a GPU, in 1e9 bytes.")] = 141.0,
     base_gb: Annotated[float, typer.Option(help="Base model, graphs, activations.")] = 24.0,
     budget_gb: Annotated[str, typer.Option(help="Tried; default: quarters of what is left.")] = "",
@@ -44,41 +51,23 @@ def plan_command(  # noqa: PLR0913 (typer: an option is a parameter)
     overhead_ms: Annotated[float, typer.Option(help="For a request.")] = 0.0,
     h2d_gb_s: Annotated[float, typer.Option(help="Host to device.")] = 50.7,
     disk_gb_s: Annotated[float, typer.Option(help="Disk to host.")] = 2.0,
-    check: Annotated[
-        Path | None, typer.Option(help="Instead: predictions beside results of graft bench.")
-    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Instead: beside results of a bench.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Say what hardware meets a goal for the time to the first token, without a GPU."""
-    from sglang_graft.bench.check import check as compare
-    from sglang_graft.bench.check import summary
-    from sglang_graft.bench.shape import ModelShape
-    from sglang_graft.cache import Rates, make_policy
     from sglang_graft.cli.bench import numbers
-    from sglang_graft.sim.capacity import Figure, Goal, Model
     from sglang_graft.sim.capacity import plan as search
-    from sglang_graft.sim.compare import Options
-    from sglang_graft.sim.sizes import Sizes
     from sglang_graft.sim.workloads import Size
 
     try:
         if check is not None:
-            found = list(compare(check, 1e9 * h2d_gb_s))
-            show_check(found, summary(found), as_json)
+            check_command(check, h2d_gb_s, as_json)
             return
-        if goal_figure not in get_args(Figure):
-            raise ValueError(f"--goal-figure: wanted mean, p50 or p99, got {goal_figure!r}")
-        make_policy(policy)
+        goal = _goal(goal_ms, goal_figure)
         workload = workload_of(source, Size(requests=requests, adapters=adapters, rate=rate), seed)
-        rates = Rates(
-            h2d_bytes_per_s=1e9 * h2d_gb_s,
-            disk_bytes_per_s=1e9 * disk_gb_s,
-            prefill_s_per_token=1e-6 * prefill_us,
-        )
-        sizes = Sizes() if model is None else ModelShape.read(model, device).sizes
-        options = Options(sizes=sizes, rates=rates, decode_s_per_token=1e-3 * decode_ms)
-        way = Model(options=options, policy=policy, routing=routing, overhead_s=1e-3 * overhead_ms)
-        goal = Goal(ttft_s=1e-3 * goal_ms, figure=cast(Figure, goal_figure))
+        rates = {"h2d": 1e9 * h2d_gb_s, "disk": 1e9 * disk_gb_s, "prefill_s": 1e-6 * prefill_us}
+        way = _way(policy, rates, 1e-3 * decode_ms, _sizes(model, device))
+        way = replace(way, routing=routing, overhead_s=1e-3 * overhead_ms)
         budgets = numbers(budget_gb, "--budget-gb") if budget_gb else quarters(gpu_gb - base_gb)
         counts = [int(count) for count in numbers(replicas, "--replicas")]
         rows = search(workload, budgets, hosts(host_gb), counts, goal, way)
@@ -86,6 +75,45 @@ def plan_command(  # noqa: PLR0913 (typer: an option is a parameter)
     except ValueError as error:
         typer.echo(f"graft plan: {error}", err=True)
         raise typer.Exit(2) from None
+
+
+def check_command(results: Path, h2d_gb_s: float, as_json: bool) -> None:
+    """Predictions beside what was measured. ValueError when nothing was."""
+    from sglang_graft.bench.check import check, summary
+
+    found = list(check(results, 1e9 * h2d_gb_s))
+    show_check(found, summary(found), as_json)
+
+
+def _goal(ms: float, figure: str) -> Goal:
+    from sglang_graft.sim.capacity import Figure, Goal
+
+    if figure not in get_args(Figure):
+        raise ValueError(f"--goal-figure: wanted mean, p50 or p99, got {figure!r}")
+    return Goal(ttft_s=1e-3 * ms, figure=cast(Figure, figure))
+
+
+def _sizes(model: Path | None, device: str) -> Sizes:
+    from sglang_graft.bench.shape import ModelShape
+    from sglang_graft.sim.sizes import Sizes
+
+    return Sizes() if model is None else ModelShape.read(model, device).sizes
+
+
+def _way(policy: str, rates: dict[str, float], decode_s: float, sizes: Sizes) -> Model:
+    """`rates`: h2d and disk in bytes a second, prefill_s for a token; `decode_s`: for a token."""
+    from sglang_graft.cache import Rates, make_policy
+    from sglang_graft.sim.capacity import Model
+    from sglang_graft.sim.compare import Options
+
+    make_policy(policy)  # ValueError for an unknown one, before anything is replayed
+    known = Rates(
+        h2d_bytes_per_s=rates["h2d"],
+        disk_bytes_per_s=rates["disk"],
+        prefill_s_per_token=rates["prefill_s"],
+    )
+    options = Options(sizes=sizes, rates=known, decode_s_per_token=decode_s)
+    return Model(options=options, policy=policy)
 
 
 def workload_of(source: str, size: Any, seed: int) -> Any:

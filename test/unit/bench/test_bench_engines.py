@@ -1,23 +1,31 @@
 """Runs against fake servers: what is measured is kept, and is not measured again."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import helpers_bench
+import httpx
 import pytest
 from helpers_bench import FakeServer, save_config
 
 from sglang_graft.bench import run
 from sglang_graft.bench.budget import Split
-from sglang_graft.bench.peers import Peer, parse_peers
+from sglang_graft.bench.peers import parse_peers
 from sglang_graft.bench.play import Record
 from sglang_graft.bench.report import report
 from sglang_graft.bench.run import Bench, Plan
-from sglang_graft.bench.server import Running, ServerError, Settings, command, environment
+from sglang_graft.bench.server import (
+    Running,
+    ServerError,
+    Settings,
+    Start,
+    command,
+    environment,
+)
 from sglang_graft.bench.shape import ModelShape
 from sglang_graft.bench.units import Load, Results
 
@@ -39,7 +47,8 @@ class Quiet:
 
 
 class Farm:
-    """Starts fake servers in place of real ones. `broken`: labels of peers that do not start."""
+    """Starts fake servers in place of real ones. `broken`: labels of peers that do not start;
+    `events`: every start and end, in order."""
 
     def __init__(self) -> None:
         self.started: list[str] = []
@@ -47,21 +56,35 @@ class Farm:
         self.broken: set[str] = set()
         self.more: dict[str, Any] = {}
         self.servers: list[FakeServer] = []
+        self.events: list[tuple[str, ...]] = []
 
     @contextmanager
     def serving(
-        self, peer: Peer, split: Split, adapters: Mapping[str, Path], settings: Settings, log: Path
-    ) -> Iterator[Running]:
-        self.started.append(peer.label)
-        self.adapters.append(adapters)
-        if peer.label in self.broken:
-            raise ServerError("the server ended\nout of memory")
-        kv = {"kv_tokens": split.kv_tokens, "pages": split.budget_bytes // 1024}
+        self, starts: Sequence[Start], settings: Settings
+    ) -> Iterator[list[Running | ServerError]]:
+        self.events.append(("start", *(start.peer.label for start in starts)))
+        with ExitStack() as stack:
+            yield [self._one(stack, start, settings) for start in starts]
+        self.events.append(("end",))
+
+    def _one(self, stack: ExitStack, start: Start, settings: Settings) -> Running | ServerError:
+        self.started.append(start.peer.label)
+        self.adapters.append(start.adapters)
+        if start.peer.label in self.broken:
+            return ServerError("the server ended\nout of memory")
+        kv = {"kv_tokens": start.split.kv_tokens, "pages": start.split.budget_bytes // 1024}
         server = FakeServer(**kv | self.more)
         self.servers.append(server)
-        with helpers_bench.serving(server):
-            line = command(peer, split, adapters, settings, 1)
-            yield Running(server.url, log, 0.1, tuple(line))
+        own = ExitStack()
+        own.enter_context(helpers_bench.serving(server))
+        stack.callback(own.close)
+
+        def stop() -> None:
+            self.events.append(("stop", start.peer.label))
+            own.close()
+
+        line = command(start.peer, start.split, start.adapters, settings, 1)
+        return Running(server.url, 0.1, tuple(line), stop)
 
 
 @pytest.fixture
@@ -131,6 +154,90 @@ def test_one_server_a_peer_and_one_file_a_unit(
     assert names[2] == {None}
     assert names[0] >= {"adapter-0", "adapter-1", "adapter-2"}
     assert all(server.flushed >= 4 for server in farm.servers)
+
+
+def test_servers_start_together_and_are_measured_one_by_one(
+    farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    what = plan("graft:cost", "stock:500", "stock:2", "base", start_together=2)
+    left, _ = bench(what, model, shape, tmp_path)
+    assert left == 0
+    assert farm.events == [  # what the budget cannot hold is not started, and takes no place
+        ("start", "graft:cost", "stock:2"),
+        ("stop", "graft:cost"),
+        ("stop", "stock:2"),
+        ("end",),
+        ("start", "base"),
+        ("stop", "base"),
+        ("end",),
+    ]
+    found = {
+        r["unit"]["peer"]["label"]: (r["started_together"], r["beside"])
+        for r in Results(tmp_path / "results").read_some()
+        if r["status"] == "measured"
+    }
+    assert found == {"graft:cost": (2, 1), "stock:2": (2, 0), "base": (1, 0)}
+    text = report(tmp_path / "results")
+    assert "left out): graft:cost, 1 idle; stock:2, 0 idle." in text
+    assert "\n| graft:cost | - |" in text
+    assert "\n| base | 0 |" in text
+
+
+def test_of_servers_that_start_together_one_that_does_not_fails_alone(
+    farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    farm.broken = {"stock:2"}
+    left, _ = bench(plan("graft:cost", "stock:2", "base", start_together=3), model, shape, tmp_path)
+    assert left == 0
+    found = {
+        (r["unit"]["peer"]["label"], r["status"], r["started_together"], r.get("beside"))
+        for r in Results(tmp_path / "results").read_some()
+    }
+    assert found == {
+        ("graft:cost", "measured", 3, 1),
+        ("stock:2", "failed", 3, 1),
+        ("base", "measured", 3, 0),
+    }
+
+
+def test_a_run_that_is_ended_ends_every_server(
+    farm: Farm, model: Path, shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def told(self: Any, client: Any, unit: Any) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(run._Side, "_unit", told)
+    what = plan("graft:cost", "base", start_together=2)
+    with pytest.raises(SystemExit):
+        bench(what, model, shape, tmp_path)
+    assert len(farm.servers) == 2
+    for server in farm.servers:
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(server.url)
+    assert not list(Results(tmp_path / "results").read_all())
+
+
+def test_time_is_needed_for_one_start_of_all_and_for_each_warm_up(
+    farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    one = plan("graft:cost", start_together=2)
+    bench(replace(one, loads=one.loads[:1]), model, shape, tmp_path)
+    (known,) = Results(tmp_path / "results").read_all()
+    known["start_s"], known["warm"]["seconds"] = 200.0, 50.0
+    slow = known | {"started_together": 2, "start_s": 400.0}
+    for label, result in (("stock:3", known), ("stock:4", slow)):
+        unit = next(plan(label).units())
+        Results(tmp_path / "results").write(unit, {**result, "unit": unit.describe()})
+    Results(tmp_path / "results").path(next(one.units())).unlink()
+    # 20 s of drain, 0.2 s of load, 2 x 50 s of warm-up, and 200 or 400 s of start.
+    for together, needed in ((1, 321), (2, 521)):
+        for limit, starts in ((needed - 2, False), (needed, True)):
+            before = len(farm.events)
+            what = plan("base", "stock:2", start_together=together, stop_after_s=limit)
+            bench(what, model, shape, tmp_path)
+            assert (len(farm.events) > before) is starts, (together, limit)
+            for unit in what.units():
+                Results(tmp_path / "results").path(unit).unlink(missing_ok=True)
 
 
 def test_what_was_measured_is_not_measured_again(

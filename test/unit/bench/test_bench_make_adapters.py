@@ -1,18 +1,22 @@
 """Adapters for a workload: whole, seeded, different, and accepted by Graft's own reader."""
 
+import importlib
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers_bench import save_config
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from sglang_graft.adapters import Adapter, read_adapter
 from sglang_graft.bench.make_adapters import make_adapters
 from sglang_graft.bench.shape import ModelShape
 from sglang_graft.sim.workloads import AdapterSpec
 
+make_adapters_module = importlib.import_module("sglang_graft.bench.make_adapters")
 SPECS = tuple(AdapterSpec(f"adapter-{i}", (4, 8)[i % 2]) for i in range(6))
 
 
@@ -77,3 +81,24 @@ def test_a_half_written_adapter_is_written_again(shape: ModelShape, tmp_path: Pa
     (folders["adapter-2"] / "complete.json").unlink()
     (folders["adapter-2"] / "adapter_model.safetensors").write_bytes(b"half")
     assert identities(make_adapters(tmp_path, SPECS, shape, seed=1), shape) == wanted
+
+
+def test_runs_at_the_same_time_write_each_adapter_once(
+    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Path] = []
+
+    def save(tensors: dict[str, Any], file: Path) -> None:
+        saved.append(file)
+        save_file(tensors, file)
+
+    monkeypatch.setattr(make_adapters_module, "save_file", save)
+
+    def run(_: int) -> dict[str, Path]:
+        return make_adapters(tmp_path, SPECS, shape, seed=1)
+
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(run, range(4))
+    assert len(saved) == len(set(saved)) == len(SPECS)
+    assert all(other == first for other in others)
+    assert len(set(identities(first, shape))) == len(SPECS)

@@ -1,6 +1,7 @@
 """Loads cut workloads by time; units are files that are measured once."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,11 @@ def test_what_was_asked_is_remembered(tmp_path: Path) -> None:
     results.ask([unit()])
     results.ask([unit("graft:cost"), unit()])
     assert set(results.asked()) == {unit().key, unit("graft:cost").key}
+
+
+def test_runs_that_share_a_folder_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    asked = [unit(budget_gb=float(size)) for size in range(1, 41)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda one: Results(tmp_path).ask([one]), asked))
+    assert set(Results(tmp_path).asked()) == {one.key for one in asked}
+    assert not list(tmp_path.glob("*.part"))

@@ -36,6 +36,7 @@ def test_options_reach_the_plan(
     args += ["--rates", "2,4", "--repeats", "3", "--seed", "5", "--device", "cpu"]
     args += ["--adapters", "7", "--seconds", "9", "--server-args", "--a 1", "--graft-args", "--b"]
     args += ["--distinct-weights", "2", "--stop-after-s", "500", "--commit", "abc"]
+    args += ["--start-together", "3"]
     result = RUN.invoke(app, args)
     assert result.exit_code == 0, result.output
     assert f"{3 * 2 * 2 * 3} units are left" in result.output
@@ -48,6 +49,7 @@ def test_options_reach_the_plan(
     }
     assert {(u.load.adapters, u.load.seconds) for u in units} == {(7, 9.0)}
     assert (bench.plan.distinct, bench.plan.stop_after_s) == (2, 500.0)
+    assert bench.plan.start_together == 3
     assert bench.settings.more["all"] == ["--a", "1"]
     assert bench.settings.more["graft"] == ["--b"]
     assert bench.about["machine"].startswith("CPU, ")

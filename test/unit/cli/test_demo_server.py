@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sglang_graft.cli.demo_server import ServerError, command, free_port, running
+from sglang_graft.bench.process import free_port
+from sglang_graft.cli.demo_server import ServerError, command, running
 
 QUIET = Console(quiet=True)
 # Answers 200 to everything below the folder that it serves, and has a child, as SGLang has.

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from helpers_overview import adapter, departure, overview, run
 
-from sglang_graft.cli.demo_server import free_port
+from sglang_graft.bench.process import free_port
 from sglang_graft.serving import page_routes
 
 PHONE, DESK = {"width": 390, "height": 844}, {"width": 1180, "height": 900}

@@ -1,0 +1,77 @@
+"""Processes of servers: they never outlive us, and end with all of their children."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HOST = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
+
+
+def launch(line: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command in a process group of its own, which `stop` ends; its output goes to `log`.
+
+    Linux: it ends with the thread that started it, so only a thread that stays may call this.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            line,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=env,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+
+def _die_with_parent() -> None:
+    """A run that is killed leaves no server behind that holds the GPU for the next one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def stop(*processes: subprocess.Popen[bytes], limit_s: float = 15.0) -> None:
+    """End servers, all at the same time: first kindly, then their whole groups by force.
+
+    Each at most once: its group's number may belong to others afterwards.
+    """
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + limit_s
+    try:
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):  # all of it has ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of this machine that nothing listens on."""
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in found:
+            one.bind((HOST, 0))
+        return [int(one.getsockname()[1]) for one in found]
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    return free_ports(1)[0]
+
+
+def tail(log: Path, lines: int = 40) -> str:
+    """The end of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
