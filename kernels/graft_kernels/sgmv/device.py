@@ -32,7 +32,7 @@ class DeviceSgmv:
     of one layer. ValueError where the kernels cannot read the tiles.
 
     In decode graphs `shrink` may run beside the base product, as both need only x: `begin` before
-    it, `apply` after it. This hides about a third of what LoRA adds to a step (`dispatch`).
+    it, `apply` after it. This hides a tenth to a third of what LoRA adds to a step (`dispatch`).
     """
 
     def __init__(

@@ -7,8 +7,8 @@ LoRA as one CUDA graph; times are what LoRA adds to the 32 layers' 3.98 ms):
   `expand` add up more partial sums. With few rows the chain is what costs, with many the sums.
 - Decode: 16-row blocks, the least that a matrix instruction takes; pieces of 256 outputs in three
   stages keep enough bytes of B on their way, and 128 registers let four programs run on each
-  multiprocessor; `programs` are one such wave. 264 programs are 0.05 ms better for one adapter of
-  rank 16 and 0.1 ms worse for 32.
+  multiprocessor; `programs` are one such wave. 264 without that limit are 0.06 ms better for one
+  adapter of rank 16 and 0.06 ms worse for 32.
 - Decode, order: one launch after the other, 1 / 8 / 32 adapters of rank 16 add 1.29 / 1.37 / 1.85
   ms, 8 of rank 64 add 2.19 ms. With `shrink` beside the base GEMM on a second stream 0.94 / 1.13 /
   1.72 / 2.09 ms; with `expand` launched early too (programmatic dependent launch), as decode graphs
