@@ -20,7 +20,8 @@ when fewer than nine in ten cold requests caused a load, or more than one in ten
 Gaps are what a client sees: an event with several tokens counts as so many equal gaps. The goal is
 a ratio of cold to warm of at most 1.05 (`cold_over_warm`). In cold phases up to rate x answer time
 more distinct adapters decode at once; that is in the ratio too. What this does not show: loads from
-disk, KV that comes back from the host, other rates.
+disk, KV that comes back from the host, other rates. The file is written after each round with all
+rounds so far; `rounds_done` says how many.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import random
 import shlex
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -238,6 +240,7 @@ def summary(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     return found | {
         "cold_over_warm": {key: cold["gap_ms"][key] / warm["gap_ms"][key] for key in figures},
         "cold_over_warm_mean_by_round": by_round,
+        "rounds_done": len(rounds),
         "warm_over_quiet": {
             key: warm["gap_ms"][key] / found["quiet"]["gap_ms"][key] for key in figures
         },
@@ -245,21 +248,25 @@ def summary(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
+Keep = Callable[[dict[str, Any]], None]
+
+
 async def measure(
-    server: Running, options: argparse.Namespace, shape: ModelShape, sizes: Sizes
-) -> dict[str, Any]:
-    """A round to warm up, and those that count."""
+    server: Running, options: argparse.Namespace, shape: ModelShape, sizes: Sizes, keep: Keep
+) -> None:
+    """A round to warm up, and those that count; `keep` gets the summary after each of these."""
     limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
     async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=600) as client:
         phases = Phases(client, options, shape.vocabulary, sizes.cold)
         for number in range(options.rounds + 1):
             await phases.round(number)
             print(f"round {number} of {options.rounds} done", flush=True)
-    return summary(phases.rounds[1:])
+            if number:
+                keep(summary(phases.rounds[1:]))
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Adapters, a server, all rounds."""
+def run(options: argparse.Namespace, write: Keep) -> None:
+    """Adapters, a server, all rounds; `write` gets the whole result after each."""
     shape = ModelShape.read(options.model, options.device)
     sizes = Sizes.of(options, shape)
     names = [TOUCHED, *(f"warm-{index}" for index in range(options.warm))]
@@ -279,13 +286,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     )
     (peer,) = parse_peers([f"graft:host-memory-gb={host_gb}"])
     start = Start(peer, sizes.split, adapters, options.work / "logs" / "gap.log")
-    with serving([start], settings) as (server,):
-        if isinstance(server, ServerError):
-            raise server
-        print(f"the server answered after {server.start_s:.0f} s", flush=True)
-        result = asyncio.run(measure(server, options, shape, sizes))
     keys = ("running", "warm", "rate", "seconds", "settle", "rounds", "prompt", "tokens", "answer")
-    return {
+    about = {
         "what": "inter-token gaps of running requests while adapters stream in",
         "machine": machine(options.device),
         "versions": versions(options.device, options.commit or None),
@@ -294,8 +296,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "pool": sizes.split.arithmetic,
         "adapter_bytes": sizes.adapter_pages * shape.layout.page_bytes,
         "cold_adapters": sizes.cold,
-        **result,
     }
+    with serving([start], settings) as (server,):
+        if isinstance(server, ServerError):
+            raise server
+        print(f"the server answered after {server.start_s:.0f} s", flush=True)
+        asyncio.run(measure(server, options, shape, sizes, lambda found: write(about | found)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -326,10 +332,15 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Print the figures without the versions; write all of them."""
     options = parser().parse_args()
-    result = run(options)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k != "versions"}, indent=1))
+    last: dict[str, Any] = {}
+
+    def write(result: dict[str, Any]) -> None:
+        last.update(result)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    run(options, write)
+    print(json.dumps({k: v for k, v in last.items() if k != "versions"}, indent=1))
 
 
 if __name__ == "__main__":

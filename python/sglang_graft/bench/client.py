@@ -17,8 +17,8 @@ _DONE = "[DONE]"
 
 @dataclass(slots=True)
 class Answer:
-    """What came back. `arrivals`: (clock time, tokens so far) of each event that brought tokens;
-    `error` is empty when all tokens came."""
+    """What came back so far. `arrivals`: (clock time, tokens so far) of each event that brought
+    tokens; `error` is empty when all tokens came."""
 
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -28,9 +28,12 @@ class Answer:
 
 class Send(Protocol):
     """Sends a prompt (token ids) to an adapter (None: the base model) for `new_tokens` greedy
-    tokens. A failed request is an Answer with `error`, not an exception."""
+    tokens, and fills `answer` as they come: whoever cancels it keeps what had come. A failed
+    request is an answer with `error`, not an exception."""
 
-    async def __call__(self, prompt: list[int], adapter: str | None, new_tokens: int) -> Answer: ...
+    async def __call__(
+        self, prompt: list[int], adapter: str | None, new_tokens: int, answer: Answer
+    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -40,22 +43,22 @@ class HttpClient:
     client: httpx.AsyncClient
     clock: Clock
 
-    async def __call__(self, prompt: list[int], adapter: str | None, new_tokens: int) -> Answer:
+    async def __call__(
+        self, prompt: list[int], adapter: str | None, new_tokens: int, answer: Answer
+    ) -> None:
         """See Send."""
-        answer = Answer()
         try:
             body = request_body(prompt, adapter, new_tokens) | {"stream": True}
             async with self.client.stream("POST", "/generate", json=body) as response:
                 if response.status_code != httpx.codes.OK:
                     text = (await response.aread()).decode(errors="replace")
                     answer.error = f"status {response.status_code}: {text[:500]}"
-                    return answer
+                    return
                 await self._read(response, answer)
         except httpx.HTTPError as error:
             answer.error = repr(error)
         if not answer.error and len(answer.tokens) != new_tokens:
             answer.error = f"wanted {new_tokens} tokens, got {len(answer.tokens)}"
-        return answer
 
     async def _read(self, response: httpx.Response, answer: Answer) -> None:
         last = ""

@@ -20,8 +20,8 @@ class Record:
     """One request; times are seconds since the start of the play.
 
     due_s: when it should have been sent; sent_s: when it was (the client's own delay is between).
-    gaps_s: time for each token after the first. ttft_s: None when no token came; then `waited_s`
-    is how long it had waited when it failed or the play was ended.
+    gaps_s: time for each token after the first. ttft_s: None when no token came. waited_s: how
+    long it took, or had waited when it failed or the play was ended.
     """
 
     index: int
@@ -99,11 +99,12 @@ class Player:
             index, request.adapter, len(prompt), request.output.length, due_s, self._now()
         )
         self.records.append(record)
+        answer = Answer()
         try:
-            answer = await self.send(prompt, adapter, request.output.length)
+            await self.send(prompt, adapter, request.output.length, answer)
         except asyncio.CancelledError:
-            record.error, record.end_s = UNFINISHED, self._now()
-            record.waited_s = record.end_s - due_s
+            answer.error = UNFINISHED
+            self._fill(record, answer)
             raise
         self._fill(record, answer)
         self._answers[request.output.key] = answer.tokens

@@ -13,6 +13,9 @@ DEFAULT_SLOTS = 8
 """Stock SGLang's own `--max-loras-per-batch`."""
 GOAL_TTFT_MS = 500.0
 """A rate counts as served when the mean time to the first token stays below this."""
+CUT_SHARE = 0.05
+"""Of the requests sent, how many may still have no token when the unit ends: a unit ends amid its
+conversations, so the last turns are always under way, but what queues up must not go unseen."""
 
 Result = dict[str, Any]
 
@@ -86,10 +89,15 @@ class Row:
         return self.middle("figures", "ttft_ms", "mean")
 
     @property
-    def whole(self) -> bool:
-        """Whether every request of every repeat was answered."""
-        bad = ("errors", "unfinished", "not_sent")
-        return bool(self.results) and all(r["figures"][k] == 0 for r in self.results for k in bad)
+    def served(self) -> bool:
+        """Whether in every repeat no request failed, nearly all had a token by the end, and the
+        mean time to the first token (those without one count as long as they waited) met the
+        goal."""
+        figures = [result["figures"] for result in self.results]
+        kept_up = all(
+            own["errors"] == 0 and own["ttft_cut"] <= CUT_SHARE * own["sent"] for own in figures
+        )
+        return kept_up and self.ttft_ms is not None and self.ttft_ms < GOAL_TTFT_MS
 
 
 def rows(results: Results) -> list[Row]:
@@ -135,20 +143,21 @@ def default_split(found: Iterable[Row], place: Place, rate: float | None) -> Row
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The highest rate that a peer served. `open_above`: it was the highest that was tried;
-    rate None: it served none of those tried; `tried` counts them."""
+    rate None: it served none of those tried; `tried` are these, in order."""
 
     rate: float | None
     open_above: bool
-    tried: int
+    tried: tuple[float, ...]
 
 
 def peak(found: Iterable[Row], place: Place, label: str) -> Peak:
     """Of one peer: the highest measured rate up to which every one was served."""
     own = [r for r in found if r.place == place and r.label == label and r.rate is not None]
     own = sorted((r for r in own if r.results), key=lambda r: r.rate or 0)
+    tried = tuple(r.rate for r in own if r.rate is not None)
     best: float | None = None
     for row in own:
-        if not row.whole or row.ttft_ms is None or row.ttft_ms >= GOAL_TTFT_MS:
-            return Peak(best, False, len(own))
+        if not row.served:
+            return Peak(best, False, tried)
         best = row.rate
-    return Peak(best, bool(own), len(own))
+    return Peak(best, bool(own), tried)

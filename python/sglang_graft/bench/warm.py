@@ -18,6 +18,9 @@ from sglang_graft.sim.workloads import FIRST_TOKEN, Workload
 
 BURST = 32
 _SHORT, _LONG = 4, 24
+# Prompts of the calibration beside the workload's own: one that shows what does not grow with the
+# length, and those of the burst, which together fit into any budget and into one prefill.
+_SMALL, _BURST_PROMPT = 64, 256
 _REPEATS = 3
 
 
@@ -70,32 +73,45 @@ class Warmer:
         return [self._source.randrange(FIRST_TOKEN, self.vocabulary) for _ in range(length)]
 
     async def _one(self, length: int, name: str | None, tokens: int) -> Answer:
-        answer = await self.send(self._prompt(length), name, tokens)
+        return await self._ask(self._prompt(length), name, tokens)
+
+    async def _ask(self, prompt: list[int], name: str | None, tokens: int) -> Answer:
+        answer = Answer()
+        await self.send(prompt, name, tokens, answer)
         if answer.error:
             raise RuntimeError(
-                f"warm-up, {length} tokens to {name or 'the base model'}: {answer.error}"
+                f"warm-up, {len(prompt)} tokens to {name or 'the base model'}: {answer.error}"
             )
         return answer
 
-    async def _burst(self, names: list[str | None]) -> list[Answer]:
+    async def _burst(self, names: list[str | None]) -> None:
         lengths = self._lengths()[:2]
-        return await asyncio.gather(
+        await asyncio.gather(
             *(
                 self._one(lengths[i % len(lengths)], names[i % len(names)], _LONG)
                 for i in range(BURST)
             )
         )
 
+    async def _decode_burst(self, name: str | None) -> list[Answer]:
+        """Short prompts all at once. The second time they are cached: hardly any prefill stands
+        between the tokens."""
+        length = min(_BURST_PROMPT, self._lengths()[0])
+        prompts = [self._prompt(length) for _ in range(BURST)]
+        for _ in range(2):
+            found = await asyncio.gather(*(self._ask(prompt, name, _LONG) for prompt in prompts))
+        return found
+
     async def _calibrate(self, name: str | None) -> dict[str, Any]:
-        """Time to the first token over length, and time a token, alone and in the burst."""
+        """Time to the first token over length, and time a token, alone and in a burst."""
         rows, alone = [], []
-        for length in self._lengths():
+        for length in sorted({min(_SMALL, self._lengths()[0]), *self._lengths()}):
             for _ in range(_REPEATS):
                 start = self.now()
                 answer = await self._one(length, name, _LONG)
                 rows.append((length, answer.arrivals[0][0] - start))
                 alone.append(_per_token(answer))
-        together = [_per_token(answer) for answer in await self._burst([name])]
+        together = [_per_token(answer) for answer in await self._decode_burst(name)]
         fit = fit_prefill(rows)
         return {
             "first_token": [[length, round(seconds, 5)] for length, seconds in rows],

@@ -20,7 +20,9 @@ def server() -> Iterator[FakeServer]:
 def ask(url: str, adapter: str | None = "adapter-0", tokens: int = 6) -> Answer:
     async def once() -> Answer:
         async with httpx.AsyncClient(base_url=url) as client:
-            return await HttpClient(client, RealClock())([1, 2, 3], adapter, tokens)
+            answer = Answer()
+            await HttpClient(client, RealClock())([1, 2, 3], adapter, tokens, answer)
+            return answer
 
     return asyncio.run(once())
 

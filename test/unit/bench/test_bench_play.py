@@ -34,15 +34,16 @@ class Slow:
         self.clock, self.wait = clock, wait
         self.sent: list[tuple[float, list[int], str | None]] = []
 
-    async def __call__(self, prompt: list[int], adapter: str | None, new_tokens: int) -> Answer:
+    async def __call__(
+        self, prompt: list[int], adapter: str | None, new_tokens: int, answer: Answer
+    ) -> None:
         self.sent.append((self.clock.now() - 100.0, prompt, adapter))
-        answer = Answer(cached=1)
+        answer.cached = 1
         start = self.clock.now() + self.wait(len(self.sent))
         for step in range(new_tokens):
             await self.clock.sleep_until(start + step)
             answer.arrivals.append((self.clock.now(), step + 1))
         answer.tokens = [9000 + step for step in range(new_tokens)]
-        return answer
 
 
 def play(
@@ -114,12 +115,19 @@ def test_what_has_not_ended_in_time_is_kept_as_unfinished() -> None:
     assert records[0].waited_s == 18.0
 
 
+def test_what_was_cut_amid_its_answer_keeps_its_first_token() -> None:
+    records, _ = play(SESSION, limit=4.5)  # tokens come at 3, 4, 5 and 6
+    assert [(r.error, r.ttft_s, r.gaps_s) for r in records] == [(UNFINISHED, 1.0, [1.0])]
+    assert (records[0].waited_s, records[0].end_s) == (2.5, 4.0)
+
+
 def test_a_failed_turn_ends_its_conversation_alone() -> None:
     class Failing(Slow):
-        async def __call__(self, prompt: list[int], adapter: str | None, new: int) -> Answer:
-            answer = await super().__call__(prompt, adapter, new)
+        async def __call__(
+            self, prompt: list[int], adapter: str | None, new_tokens: int, answer: Answer
+        ) -> None:
+            await super().__call__(prompt, adapter, new_tokens, answer)
             answer.error = "broken" if adapter == "one" else ""
-            return answer
 
     clock = MovedClock()
     send = Failing(clock, lambda n: 1.0)
@@ -136,7 +144,9 @@ def test_base_traffic_names_no_adapter() -> None:
 def test_an_error_of_our_own_is_not_a_measurement() -> None:
     clock = MovedClock()
 
-    async def broken(prompt: list[int], adapter: str | None, new_tokens: int) -> Answer:
+    async def broken(
+        prompt: list[int], adapter: str | None, new_tokens: int, answer: Answer
+    ) -> None:
         raise KeyError("ours")
 
     player = Player(Workload("tiny", 0, ADAPTERS, (OTHER,)), broken, clock, SMALLEST_VOCABULARY)
@@ -147,10 +157,13 @@ def test_an_error_of_our_own_is_not_a_measurement() -> None:
 def test_several_tokens_in_one_event_share_its_time() -> None:
     clock = MovedClock()
 
-    async def lumps(prompt: list[int], adapter: str | None, new_tokens: int) -> Answer:
+    async def lumps(
+        prompt: list[int], adapter: str | None, new_tokens: int, answer: Answer
+    ) -> None:
         now = clock.now()
         await clock.sleep_until(now + 7)
-        return Answer([(now + 1, 1), (now + 7, 4)], [1, 2, 3, 4], 0)
+        answer.arrivals += [(now + 1, 1), (now + 7, 4)]
+        answer.tokens = [1, 2, 3, 4]
 
     request = Request(0, (ASKED,), ANSWER, 0.0)
     player = Player(Workload("tiny", 0, ADAPTERS, (request,)), lumps, clock, SMALLEST_VOCABULARY)

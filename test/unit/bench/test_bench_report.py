@@ -107,8 +107,15 @@ def test_peak_rates(results: Results) -> None:
     assert (ours.rate, ours.open_above) == (4.0, True)
     assert (stock.rate, stock.open_above) == (2.0, False)
     assert "| graft:cost | ≥ 4 | 2.00x |" in report(results.folder)
-    results.write(unit("graft:cost", 4.0), result(350.0, unfinished=1))
+    # The last turns may be under way when a unit ends, but few without a token.
+    results.write(unit("graft:cost", 4.0), result(350.0, unfinished=9, ttft_cut=0))
+    assert peak(rows(results), place, "graft:cost").rate == 4.0
+    results.write(unit("graft:cost", 4.0), result(350.0, unfinished=1, ttft_cut=1))
     assert peak(rows(results), place, "graft:cost").rate == 2.0
+    results.write(unit("stock:8", 2.0), result(600.0))
+    text = report(results.folder)
+    assert "| stock:8 | below 2 | - |" in text
+    assert "| graft:cost | 2 | > 1.00x |" in text
     results.write(unit("graft:cost", 2.0), result(350.0, errors=1))
     assert peak(rows(results), place, "graft:cost").rate is None
 

@@ -13,10 +13,14 @@ WORKLOAD = Load(name="chat", rate=4.0, seconds=4.0, adapters=4).workload()
 
 def warm(base_only: bool = False, error: str = "") -> tuple[dict[str, object], list[object]]:
     sent: list[object] = []
+    seen: set[tuple[int, ...]] = set()
 
-    async def send(prompt: list[int], adapter: str | None, new_tokens: int) -> Answer:
+    async def send(prompt: list[int], adapter: str | None, new_tokens: int, answer: Answer) -> None:
         sent.append((len(prompt), adapter))
-        return Answer([(1.0, 1), (3.0, new_tokens)], [1] * new_tokens, 0, error)
+        took = 2.0 if tuple(prompt) in seen else 5.0
+        seen.add(tuple(prompt))
+        answer.arrivals += [(1.0, 1), (1.0 + took, new_tokens)]
+        answer.tokens, answer.error = [1] * new_tokens, error
 
     async def flush() -> None:
         sent.append("flush")
@@ -35,7 +39,15 @@ def test_every_length_meets_every_rank_and_the_cache_is_empty_afterwards() -> No
             assert (length, adapter) in alone
     assert len(before) > BURST
     assert sent[-1] == "flush"
-    assert found["decode_s_per_token_alone"] == pytest.approx(2.0 / 23)
+    assert found["decode_s_per_token_alone"] == pytest.approx(5.0 / 23)
+
+
+def test_decode_in_a_burst_is_timed_on_cached_prompts() -> None:
+    found, sent = warm()
+    assert found["decode_s_per_token_burst"] == pytest.approx(2.0 / 23)
+    calibration = sent[sent.index("flush") + 1 : -1]
+    assert calibration[-BURST:] == [(256, "adapter-0")] * BURST
+    assert (64, "adapter-0") in calibration  # shorter than any of the workload
 
 
 def test_base_traffic_is_warmed_with_base_traffic() -> None:
