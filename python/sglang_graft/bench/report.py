@@ -209,7 +209,7 @@ def _to_default(own: Peak, default: Peak) -> str:
         return "-"
     if default.rate is None:
         return f"> {own.rate / default.tried[0]:.2f}x"
-    return f"{own.rate / default.rate:.2f}x"
+    return f"{'≥ ' if own.open_above else ''}{own.rate / default.rate:.2f}x"
 
 
 def _budgets(found: Sequence[Row], place: Place) -> Iterator[str]:
