@@ -9,9 +9,11 @@ and sides that it holds are not run again.
 
 Decode step: 64 requests in one call, 128 prompt tokens each; (time for 256 new tokens - time for
 32) / 224, so that prefill and HTTP cancel. First token: one request at a time, 256 prompt tokens,
-one new token. Medians over the repeats. Also greedy answers, alone and all at once, which tell
-whether graphs, the overlap schedule or the batch change tokens (compare the files of two runs with
-different `--graft-args`).
+one new token, on one open connection (a new HTTP client loads certificates for tens of
+milliseconds); base, warm and cold adapters take turns, so that what the machine does meanwhile
+reaches all of them alike. Medians over the repeats. Also greedy answers, alone and all at once,
+which tell whether graphs, the overlap schedule or the batch change tokens (compare the files of two
+runs with different `--graft-args`).
 
 What this does not show: arrivals, queueing, prefix reuse; the model is random, so no text.
 """
@@ -23,7 +25,7 @@ import shlex
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from gate_tokens import answer, ask_all, serve, stop
 
 BATCH, PROMPT, VOCABULARY = 64, 128, 128_000
 SHORT, LONG = 32, 256
+COLD, TURNS = 16, 40
+"""First tokens: how many adapters are asked cold, and how often the others are asked."""
 Names = list[str | None]
 
 
@@ -54,7 +58,7 @@ def cases(names: list[str]) -> dict[str, Names]:
     return {"base": [None] * BATCH, **spread, "half base": half * (BATCH // 2)}
 
 
-def generate(port: int, prompts: list[list[int]], names: Names, tokens: int) -> float:
+def generate(client: httpx.Client, prompts: list[list[int]], names: Names, tokens: int) -> float:
     """Seconds that one call takes."""
     body: dict[str, Any] = {
         "input_ids": prompts,
@@ -63,7 +67,7 @@ def generate(port: int, prompts: list[list[int]], names: Names, tokens: int) -> 
     if any(names):
         body["lora_path"] = names
     start = time.perf_counter()
-    reply = httpx.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=600)
+    reply = client.post("/generate", json=body)
     seconds = time.perf_counter() - start
     reply.raise_for_status()
     got = [len(row["output_ids"]) for row in reply.json()]
@@ -76,48 +80,57 @@ def prompts_for(source: random.Random, count: int, length: int) -> list[list[int
     return [[source.randrange(10, VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
-def step_ms(port: int, names: Names, source: random.Random, repeats: int) -> list[float]:
+def step_ms(client: httpx.Client, names: Names, source: random.Random, repeats: int) -> list[float]:
     """Milliseconds of a decode step, for each repeat."""
-    generate(port, prompts_for(source, BATCH, PROMPT), names, SHORT)
+    generate(client, prompts_for(source, BATCH, PROMPT), names, SHORT)
     steps = []
     for _ in range(repeats):
         short, long = (
-            generate(port, prompts_for(source, BATCH, PROMPT), names, n) for n in (SHORT, LONG)
+            generate(client, prompts_for(source, BATCH, PROMPT), names, n) for n in (SHORT, LONG)
         )
         steps.append((long - short) / (LONG - SHORT) * 1e3)
     return steps
 
 
-def first_token_ms(port: int, names: Names, source: random.Random, length: int) -> list[float]:
-    """Milliseconds to the first token of one request after the other."""
-    times = []
-    for name in names:
-        times.append(generate(port, prompts_for(source, 1, length), [name], 1) * 1e3)
+def first_token_ms(
+    client: httpx.Client, asked: Mapping[str, Names], source: random.Random, length: int
+) -> dict[str, list[float]]:
+    """Milliseconds to the first token of one request after the other, by case; cases take turns
+    as long as they have names left."""
+    times: dict[str, list[float]] = {case: [] for case in asked}
+    for turn in range(max(len(names) for names in asked.values())):
+        for case, names in asked.items():
+            if turn < len(names):
+                seconds = generate(client, prompts_for(source, 1, length), [names[turn]], 1)
+                times[case].append(seconds * 1e3)
     return times
+
+
+def first_tokens(
+    client: httpx.Client, names: list[str], source: random.Random
+) -> dict[str, list[float]]:
+    """Of 256 tokens with cold adapters among them, then of longer prompts."""
+    few = [name for name in sorted(names) if name.endswith("-r16")] or sorted(names)
+    always: dict[str, Names] = {"base": [None]} | ({"warm adapter": [*few[:1]]} if names else {})
+    first_token_ms(client, {case: 10 * name for case, name in always.items()}, source, 256)
+    asked = {case: TURNS * name for case, name in always.items()}
+    if names:  # nothing has used them yet: the first request of each finds its weights cold
+        asked["cold adapter"] = [*few[1 : COLD + 1]]
+    found = first_token_ms(client, asked, source, 256)
+    for length in (1024, 4096, 8000):
+        times = first_token_ms(client, {c: 6 * name for c, name in always.items()}, source, length)
+        found |= {f"{case}, {length} tokens": values[1:] for case, values in times.items()}
+    return found
 
 
 def measure(port: int, names: list[str], repeats: int) -> dict[str, Any]:
     """All figures of one side; `names` is empty where LoRA is off."""
     source = random.Random(0)
-    result: dict[str, Any] = {"step_ms": {}, "first_token_ms": {}}
     chosen = cases(names) if names else {"base": [None] * BATCH}
-    first: dict[str, Callable[[], Names]] = {"base": lambda: [None] * 30}
-    if names:
-        # Before anything else has used them: the first request of each finds its weights cold.
-        few = [name for name in sorted(names) if name.endswith("-r16")] or sorted(names)
-        first_token_ms(port, [None] * 10 + few[:1] * 10, source, 256)
-        first |= {"cold adapter": lambda: list(few[1:17]), "warm adapter": lambda: few[:1] * 30}
-    else:
-        first_token_ms(port, [None] * 10, source, 256)
-    for case, of in first.items():
-        result["first_token_ms"][case] = first_token_ms(port, of(), source, 256)
-    for length in (1024, 4096, 8000):
-        for case, name in (("base", None), *((("warm adapter", names[0]),) if names else ())):
-            times = first_token_ms(port, [name] * 6, source, length)[1:]
-            result["first_token_ms"][f"{case}, {length} tokens"] = times
-    for case, wanted in chosen.items():
-        result["step_ms"][case] = step_ms(port, wanted, source, repeats)
-    return result
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
+        first = first_tokens(client, names, source)
+        steps = {case: step_ms(client, of, source, repeats) for case, of in chosen.items()}
+    return {"step_ms": steps, "first_token_ms": first}
 
 
 def run_side(side: str, options: argparse.Namespace) -> dict[str, Any]:
