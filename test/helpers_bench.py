@@ -112,6 +112,8 @@ class FakeServer:
         for seen in steps:
             if failure == "short" and seen == len(tokens):
                 break
+            if failure == "hang" and seen == steps[2]:
+                await asyncio.sleep(3600)  # until the client leaves
             if failure == "event" and seen == steps[1]:
                 yield b'data: {"error": {"message": "broken", "code": 400}}\n\n'
                 break

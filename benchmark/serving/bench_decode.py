@@ -112,13 +112,13 @@ def first_tokens(
     """Of 256 tokens with cold adapters among them, then of longer prompts."""
     few = [name for name in sorted(names) if name.endswith("-r16")] or sorted(names)
     always: dict[str, Names] = {"base": [None]} | ({"warm adapter": [*few[:1]]} if names else {})
-    first_token_ms(client, {case: 10 * name for case, name in always.items()}, source, 256)
-    asked = {case: TURNS * name for case, name in always.items()}
-    if names:  # nothing has used them yet: the first request of each finds its weights cold
+    first_token_ms(client, {case: 10 * asks for case, asks in always.items()}, source, 256)
+    asked = {case: TURNS * asks for case, asks in always.items()}
+    if few[1:]:  # nothing has used them yet: the first request of each finds its weights cold
         asked["cold adapter"] = [*few[1 : COLD + 1]]
     found = first_token_ms(client, asked, source, 256)
     for length in (1024, 4096, 8000):
-        times = first_token_ms(client, {c: 6 * name for c, name in always.items()}, source, length)
+        times = first_token_ms(client, {c: 6 * asks for c, asks in always.items()}, source, length)
         found |= {f"{case}, {length} tokens": values[1:] for case, values in times.items()}
     return found
 

@@ -332,12 +332,16 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Print the figures without the versions; write all of them."""
     options = parser().parse_args()
+    if options.rounds < 1:
+        parser().error(f"--rounds: wanted 1 or more, got {options.rounds}")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     last: dict[str, Any] = {}
 
     def write(result: dict[str, Any]) -> None:
         last.update(result)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        part = options.json.with_suffix(".part")
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(options.json)
 
     run(options, write)
     print(json.dumps({k: v for k, v in last.items() if k != "versions"}, indent=1))

@@ -34,7 +34,9 @@ class GraftConfig(BaseModel):
     enable: bool = _option(
         False, "--enable-graft", "Serve adapters and KV from one pool (turns LoRA on by itself)."
     )
-    policy: str = _option("cost", "--graft-policy", "Which node leaves first when the pool is full.")
+    policy: str = _option(
+        "cost", "--graft-policy", "Which node leaves first when the pool is full."
+    )
     check: bool = _option(
         False,
         "--graft-check",

@@ -4,8 +4,9 @@
 
 Every completed answer is compared with transformers and PEFT; which weights a request may have had
 follows from what its name led to between its start and its end. The last line of the output is one
-JSON object: what was done, what went wrong (`problems`, empty when all is well), and the memory of
-the scheduler process. Exit code 1 when something went wrong.
+JSON object: what was done, what went wrong (`problems`, empty when all is well), the memory of the
+scheduler process and the right answers a second, both early and late. Exit code 1 when something
+went wrong.
 """
 
 import argparse
@@ -68,6 +69,7 @@ class Soak:
     slowest: dict[str, float] = field(default_factory=dict)
     names: dict[str, Name] = field(default_factory=lambda: {name: Name() for name in NAMES})
     memory: list[tuple[float, int]] = field(default_factory=list)
+    answered: list[tuple[float, int]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     serial: int = 0
 
@@ -278,7 +280,9 @@ def watch(soak: Soak) -> None:
     """Sample memory and pool until the end of the soak."""
     start = time.monotonic()
     while time.monotonic() < soak.end:
-        soak.memory.append((time.monotonic() - start, scheduler_memory(soak.server)))
+        now = time.monotonic() - start
+        soak.memory.append((now, scheduler_memory(soak.server)))
+        soak.answered.append((now, soak.done["right answers"]))
         report = soak.server.pool()
         owners = ("free", "adapter", "kv_cached", "kv_running", "in_flight")
         if sum(report["pages"][o] for o in owners) != POOL_PAGES or report["invalid_kv_pages"]:
@@ -293,6 +297,17 @@ def memory_report(samples: list[tuple[float, int]]) -> dict[str, float]:
     late = statistics.median(b for t, b in samples if t >= length * 3 / 4)
     return {"warm_mib": round(early / 2**20, 1), "end_mib": round(late / 2**20, 1),
             "ratio": round(late / early, 4)}  # fmt: skip
+
+
+def rate_report(samples: list[tuple[float, int]]) -> dict[str, float]:
+    """Right answers a second in the second and in the last quarter of the samples."""
+    quarter = len(samples) // 4
+    ends = {"warm": (quarter, 2 * quarter), "end": (-quarter - 1, -1)}
+    found = {}
+    for when, (first, last) in ends.items():
+        (before, some), (after, more) = samples[first], samples[last]
+        found[when] = round((more - some) / (after - before), 3)
+    return found
 
 
 def check_end(soak: Soak, start: dict[str, Any]) -> None:
@@ -356,6 +371,7 @@ def run(seconds: float, seed: int, folder: Path) -> dict[str, Any]:
         "done": dict(sorted(soak.done.items())),
         "slowest_seconds": soak.slowest,
         "memory": memory,
+        "right_answers_per_s": rate_report(soak.answered),
         "problems": soak.problems[:20],
     }
 
@@ -366,6 +382,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
+    if given.minutes < 1:
+        parser.error(f"--minutes: wanted 1 or more, got {given.minutes:g}")
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     report = run(given.minutes * 60, given.seed, folder)
     if report["problems"]:

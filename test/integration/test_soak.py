@@ -17,3 +17,4 @@ def test_a_minute_of_everything(tmp_path: Path) -> None:
     for what in ("right answers", "load", "replace", "unload", "refused loads", "pause"):
         assert done[what] > 0, report
     assert done["right answers"] > 50, report
+    assert report["right_answers_per_s"]["end"] > 0, report

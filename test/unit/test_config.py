@@ -11,6 +11,7 @@ from sglang_graft import config
 def test_defaults_leave_graft_off() -> None:
     assert config.resolve({}, {}) == config.GraftConfig()
     assert not config.GraftConfig().enable
+    assert config.GraftConfig().policy == "cost"
 
 
 def test_flag_wins_over_environment() -> None:

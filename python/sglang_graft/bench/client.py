@@ -17,8 +17,8 @@ _DONE = "[DONE]"
 
 @dataclass(slots=True)
 class Answer:
-    """What came back so far. `arrivals`: (clock time, tokens so far) of each event that brought
-    tokens; `error` is empty when all tokens came."""
+    """What came back. `arrivals`: (clock time, tokens so far) of each event that brought tokens, as
+    they come; the rest is known at the end. `error` is empty when all tokens came."""
 
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -28,8 +28,8 @@ class Answer:
 
 class Send(Protocol):
     """Sends a prompt (token ids) to an adapter (None: the base model) for `new_tokens` greedy
-    tokens, and fills `answer` as they come: whoever cancels it keeps what had come. A failed
-    request is an answer with `error`, not an exception."""
+    tokens, and fills `answer`: whoever cancels it keeps the arrivals so far. A failed request is an
+    answer with `error`, not an exception."""
 
     async def __call__(
         self, prompt: list[int], adapter: str | None, new_tokens: int, answer: Answer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sglang_graft.cache import policy_names
-from sglang_graft.config import option_table
+from sglang_graft.config import GraftConfig, option_table
 
 Engine = Literal["stock", "base", "graft"]
 
@@ -17,6 +17,7 @@ BASE_TRAFFIC = "base-traffic"
 # What the protocol calls an ablation -> the option of the server that comes nearest to it.
 ALIASES = {"no-host-tier": "no-host-kv"}
 _HOST_GB = "host-memory-gb="
+_POLICY = "--graft-policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ def _peer(engine: str, variant: str) -> Peer:
         return Peer(label, "stock", slots=int(parts[0]), base_traffic=base_traffic)
     if engine == "graft":
         flags = tuple(flag for part in parts if part for flag in _graft_flags(part, label))
+        if _POLICY not in flags:  # said always: a result shall not depend on what the default was
+            flags = (_POLICY, GraftConfig().policy, *flags)
         return Peer(label, "graft", flags=flags, base_traffic=base_traffic)
     raise ValueError(f"--peer: wanted stock:SLOTS, base or graft:VARIANT, got {label!r}")
 
@@ -74,7 +77,7 @@ def _graft_flags(part: str, label: str) -> tuple[str, ...]:
         if row.default is False and row.flag.startswith("--graft-")
     }
     if part in policy_names():
-        return ("--graft-policy", part)
+        return (_POLICY, part)
     if ALIASES.get(part, part) in switches:
         return (switches[ALIASES.get(part, part)],)
     if part.startswith(_HOST_GB):

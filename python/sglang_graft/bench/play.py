@@ -21,7 +21,7 @@ class Record:
 
     due_s: when it should have been sent; sent_s: when it was (the client's own delay is between).
     gaps_s: time for each token after the first. ttft_s: None when no token came. waited_s: how
-    long it took, or had waited when it failed or the play was ended.
+    long it took, or had waited when it failed or the play was ended. cached: 0 when it was cut.
     """
 
     index: int
@@ -128,7 +128,7 @@ class Player:
 
     def _fill(self, record: Record, answer: Answer) -> None:
         record.end_s = self._now()
-        record.error, record.cached, record.tokens = answer.error, answer.cached, len(answer.tokens)
+        record.error, record.cached = answer.error, answer.cached
         record.waited_s = record.end_s - record.due_s
         if not answer.arrivals:
             return
@@ -139,6 +139,7 @@ class Player:
         for when, tokens in answer.arrivals[1:]:
             record.gaps_s += [(when - last) / (tokens - before)] * (tokens - before)
             last, before = when, tokens
+        record.tokens = before
 
 
 def token_ids(segment: Segment, vocabulary: int) -> list[int]:

@@ -24,6 +24,7 @@ from sglang_graft.bench.table import (
 )
 from sglang_graft.bench.units import Results
 
+REMARKS = "remarks.md"
 _COLUMNS = (
     *("peer", "rate", "TTFT mean", "P50", "P99", "TPOT mean", "P99", "req/s", "tok/s", "hit"),
     *("loads", "evicted", "to device GB", "to host GB", "invalid KV", "used"),
@@ -34,9 +35,10 @@ Times in ms; TTFT counts from when a request was due. `answered`: of the request
 went wrong. `hit`: prompt tokens found in a cache. `to device`: bytes copied from host to device, of
 adapters (and of KV where there is a host tier). `invalid KV`: share of cached KV whose adapter was
 not on the device, mean over samples. `used`: share of the budget that held something usable, mean.
-`to best split`, `to default`: mean TTFT over that of the best static split at this rate, and over
-stock with {slots} slots; `of base`: where only the base model is asked, over that of a server
-without LoRA. Several repeats: median (20 % and 80 % quantile over them)."""
+`to best split`, `to default`: mean TTFT over that of the best of the static splits tried at this
+rate (where there are several), and over stock with {slots} slots; `of base`: where only the base
+model is asked, over that of a server without LoRA. Several repeats: median (20 % and 80 % quantile
+over them)."""
 _LIMITS = """\
 Each row is one run, and sides follow one another; without repeats the tables do not say how much
 two runs of one side differ. A lower bound of TTFT is marked with ≥: requests without any token
@@ -52,6 +54,7 @@ def report(folder: Path, plots: Sequence[str] = ()) -> str:
         *_about(found),
         "",
         _LIMITS,
+        *_remarks(folder),
         "",
         "## Do the sides agree?",
         "",
@@ -66,6 +69,12 @@ def report(folder: Path, plots: Sequence[str] = ()) -> str:
     if plots:
         parts += ["", "## Plots", "", *(f"![{Path(path).stem}]({path})" for path in plots)]
     return "\n".join(parts)
+
+
+def _remarks(folder: Path) -> Iterator[str]:
+    """What a person has written about these results, in REMARKS of their folder."""
+    if (folder / REMARKS).exists():
+        yield from ("", (folder / REMARKS).read_text().strip())
 
 
 def _about(found: Sequence[Row]) -> Iterator[str]:
@@ -182,34 +191,32 @@ def _peaks(found: Sequence[Row], place: Place) -> Iterator[str]:
     labels = list(dict.fromkeys(row.label for row in found if row.place == place))
     default = peak(found, place, f"stock:{DEFAULT_SLOTS}")
     peaks = {label: peak(found, place, label) for label in labels}
-    if all(len(own.tried) < 2 for own in peaks.values()):
+    rates = {row.rate for row in found if row.place == place and row.results}
+    if len(rates) < 2:
         return
     yield (
         f"Highest rate tried with mean TTFT below {GOAL_TTFT_MS:g} ms, no failed request, and at"
         f" most {CUT_SHARE:.0%} of those sent without a token at the end:"
     )
     yield ""
-    yield "| peer | rate | to default split |"
+    yield "| peer | rate | over the default split's |"
     yield "|---|---:|---:|"
     for label, own in peaks.items():
         yield f"| {label} | {_peak_rate(own)} | {_to_default(own, default)} |"
 
 
 def _peak_rate(own: Peak) -> str:
-    if not own.tried:
-        return "not measured"
     if own.rate is None:
-        return f"below {own.tried[0]:g}"
-    return f"{'≥ ' if own.open_above else ''}{own.rate:g}"
+        return "not measured" if own.fails is None else f"below {own.fails:g}"
+    return f"≥ {own.rate:g}" if own.fails is None else f"{own.rate:g} to {own.fails:g}"
 
 
 def _to_default(own: Peak, default: Peak) -> str:
-    """Over the default split's; where that served none of its rates, more than over the least."""
-    if own.rate is None or not default.tried:
+    """What the rates tried show for sure: the default split's peak lies below the rate at which it
+    failed."""
+    if own.rate is None or default.fails is None:
         return "-"
-    if default.rate is None:
-        return f"> {own.rate / default.tried[0]:.2f}x"
-    return f"{'≥ ' if own.open_above else ''}{own.rate / default.rate:.2f}x"
+    return f"> {own.rate / default.fails:.2f}x"
 
 
 def _budgets(found: Sequence[Row], place: Place) -> Iterator[str]:

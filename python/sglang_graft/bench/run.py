@@ -324,6 +324,7 @@ class _Side:
             "split": self.group.cut.report(),
             "sizes": asdict(self.bench.settings.shape.sizes),
             "host_bytes": self.host_bytes,
+            "drain_s": self.bench.plan.drain_s,
             "adapters": [[adapter.name, adapter.rank] for adapter in workload.adapters],
             "figures": figures(records, planned),
             "moved": moved(sampler.samples),

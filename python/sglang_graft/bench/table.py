@@ -126,11 +126,10 @@ def places(found: Sequence[Row]) -> list[Place]:
 
 
 def best_split(found: Iterable[Row], place: Place, rate: float | None) -> Row | None:
-    """The static split with the lowest mean TTFT there."""
+    """The static split with the lowest mean TTFT there; None where fewer than two were tried."""
     splits = [r for r in found if r.place == place and r.rate == rate and r.is_split]
-    return min(
-        (r for r in splits if r.ttft_ms is not None), key=lambda r: r.ttft_ms or 0, default=None
-    )
+    measured = [r for r in splits if r.ttft_ms is not None]
+    return min(measured, key=lambda r: r.ttft_ms or 0) if len(measured) > 1 else None
 
 
 def default_split(found: Iterable[Row], place: Place, rate: float | None) -> Row | None:
@@ -142,22 +141,19 @@ def default_split(found: Iterable[Row], place: Place, rate: float | None) -> Row
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The highest rate that a peer served. `open_above`: it was the highest that was tried;
-    rate None: it served none of those tried; `tried` are these, in order."""
+    """The highest rate that a peer served, None when it served none; `fails`: the lowest that it
+    did not, None when it served all; both are None when nothing was tried."""
 
     rate: float | None
-    open_above: bool
-    tried: tuple[float, ...]
+    fails: float | None
 
 
 def peak(found: Iterable[Row], place: Place, label: str) -> Peak:
     """Of one peer: the highest measured rate up to which every one was served."""
     own = [r for r in found if r.place == place and r.label == label and r.rate is not None]
-    own = sorted((r for r in own if r.results), key=lambda r: r.rate or 0)
-    tried = tuple(r.rate for r in own if r.rate is not None)
     best: float | None = None
-    for row in own:
+    for row in sorted((r for r in own if r.results), key=lambda r: r.rate or 0):
         if not row.served:
-            return Peak(best, False, tried)
+            return Peak(best, row.rate)
         best = row.rate
-    return Peak(best, bool(own), tried)
+    return Peak(best, None)

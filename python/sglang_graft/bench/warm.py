@@ -18,9 +18,9 @@ from sglang_graft.sim.workloads import FIRST_TOKEN, Workload
 
 BURST = 32
 _SHORT, _LONG = 4, 24
-# Prompts of the calibration beside the workload's own: one that shows what does not grow with the
-# length, and those of the burst, which together fit into any budget and into one prefill.
-_SMALL, _BURST_PROMPT = 64, 256
+# Prompts of the calibration beside the workload's own, and of its burst: short enough to show what
+# does not grow with the length, and for a burst of them to stay cached in a small budget.
+_SMALL = 64
 _REPEATS = 3
 
 
@@ -96,7 +96,7 @@ class Warmer:
     async def _decode_burst(self, name: str | None) -> list[Answer]:
         """Short prompts all at once. The second time they are cached: hardly any prefill stands
         between the tokens."""
-        length = min(_BURST_PROMPT, self._lengths()[0])
+        length = min(_SMALL, self._lengths()[0])
         prompts = [self._prompt(length) for _ in range(BURST)]
         for _ in range(2):
             found = await asyncio.gather(*(self._ask(prompt, name, _LONG) for prompt in prompts))

@@ -60,5 +60,24 @@ def test_failures_are_answers(server: FakeServer, failure: str, message: str) ->
     assert ask(server.url).error == ""
 
 
+def test_who_cancels_keeps_the_arrivals(server: FakeServer) -> None:
+    """The server sends two events of the answer and then nothing more."""
+    server.failures.append("hang")
+    answer = Answer()
+
+    async def cut() -> None:
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            send = HttpClient(client, RealClock())
+            task = asyncio.create_task(send([1, 2, 3], "adapter-0", 6, answer))
+            while len(answer.arrivals) < 2:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(cut())
+    assert [tokens for _, tokens in answer.arrivals] == [1, 3]
+
+
 def test_nobody_listens() -> None:
     assert "ConnectError" in ask("http://127.0.0.1:9").error

@@ -28,12 +28,12 @@ def test_a_server_with_adapters_may_be_asked_for_the_base_model_alone() -> None:
     assert stock.base_traffic
     assert (stock.slots, stock.flags) == (8, ())
     assert graft.base_traffic
-    assert graft.flags == ()
+    assert graft.flags == ("--graft-policy", "cost")  # the default, by name
 
 
 def test_the_protocols_name_of_an_ablation_is_an_option_of_the_server() -> None:
     (peer,) = parse_peers(["graft:no-host-tier"])
-    assert peer.flags == ("--graft-no-host-kv",)
+    assert peer.flags == ("--graft-policy", "cost", "--graft-no-host-kv")
 
 
 def test_a_slug_is_a_part_of_a_file_name() -> None:

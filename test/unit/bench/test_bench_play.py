@@ -118,7 +118,7 @@ def test_what_has_not_ended_in_time_is_kept_as_unfinished() -> None:
 def test_what_was_cut_amid_its_answer_keeps_its_first_token() -> None:
     records, _ = play(SESSION, limit=4.5)  # tokens come at 3, 4, 5 and 6
     assert [(r.error, r.ttft_s, r.gaps_s) for r in records] == [(UNFINISHED, 1.0, [1.0])]
-    assert (records[0].waited_s, records[0].end_s) == (2.5, 4.0)
+    assert (records[0].waited_s, records[0].end_s, records[0].tokens) == (2.5, 4.0, 2)
 
 
 def test_a_failed_turn_ends_its_conversation_alone() -> None:

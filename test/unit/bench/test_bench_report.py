@@ -7,7 +7,7 @@ import pytest
 
 from sglang_graft.bench.peers import parse_peers
 from sglang_graft.bench.plots import draw
-from sglang_graft.bench.report import report
+from sglang_graft.bench.report import REMARKS, report
 from sglang_graft.bench.table import best_split, default_split, peak, rows
 from sglang_graft.bench.units import Load, Results, Unit, write_json
 
@@ -104,9 +104,11 @@ def test_peak_rates(results: Results) -> None:
     found = rows(results)
     place = found[0].place
     ours, stock = (peak(found, place, label) for label in ("graft:cost", "stock:8"))
-    assert (ours.rate, ours.open_above) == (4.0, True)
-    assert (stock.rate, stock.open_above) == (2.0, False)
-    assert "| graft:cost | ≥ 4 | ≥ 2.00x |" in report(results.folder)
+    assert (ours.rate, ours.fails) == (4.0, None)
+    assert (stock.rate, stock.fails) == (2.0, 4.0)
+    text = report(results.folder)
+    assert "| graft:cost | ≥ 4 | > 1.00x |" in text  # the split's peak lies between 2 and 4
+    assert "| stock:8 | 2 to 4 | > 0.50x |" in text
     # The last turns may be under way when a unit ends, but few without a token.
     results.write(unit("graft:cost", 4.0), result(350.0, unfinished=9, ttft_cut=0))
     assert peak(rows(results), place, "graft:cost").rate == 4.0
@@ -115,9 +117,23 @@ def test_peak_rates(results: Results) -> None:
     results.write(unit("stock:8", 2.0), result(600.0))
     text = report(results.folder)
     assert "| stock:8 | below 2 | - |" in text
-    assert "| graft:cost | 2 | > 1.00x |" in text
+    assert "| graft:cost | 2 to 4 | > 1.00x |" in text
+    results.write(unit("stock:8", 2.0), result(100.0))
+    results.write(unit("stock:8", 4.0), result(100.0))
+    assert "| graft:cost | 2 to 4 | - |" in report(results.folder)  # the split failed nowhere
     results.write(unit("graft:cost", 2.0), result(350.0, errors=1))
     assert peak(rows(results), place, "graft:cost").rate is None
+
+
+def test_remarks_of_the_folder_are_in_its_report(results: Results) -> None:
+    assert "\n\n\n" not in report(results.folder)
+    (results.folder / REMARKS).write_text("A person's words.\n")
+    assert "\n\nA person's words.\n\n## Do the sides agree?" in report(results.folder)
+
+
+def test_the_best_of_one_split_is_no_best(results: Results) -> None:
+    (results.folder / "units" / f"{unit('stock:16', 2.0).key}.json").unlink()
+    assert line(report(results.folder), "graft:cost", "2")[-2:] == ["-", "0.30x"]
 
 
 def test_bad_rows_are_shown(results: Results) -> None:
