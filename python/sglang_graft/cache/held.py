@@ -59,9 +59,10 @@ class HeldPages:
         moved = 0
         while step is not None:
             if step.lock == 0:
-                moved += len(step.pages)
-                self._change(step, -len(step.pages))
-                step.share.protected += len(step.pages)
+                pages = len(step.pages)
+                moved += pages
+                self._change(step, -pages)
+                step.share.protected += pages
             step.lock += 1
             step = step.parent
         self._evictable -= moved
@@ -75,9 +76,10 @@ class HeldPages:
             assert step.lock > 0, f"node {step.serial} is unlocked more often than locked"
             step.lock -= 1
             if step.lock == 0:
-                moved += len(step.pages)
-                self._change(step, len(step.pages))
-                step.share.protected -= len(step.pages)
+                pages = len(step.pages)
+                moved += pages
+                self._change(step, pages)
+                step.share.protected -= pages
                 if step.is_victim():
                     self._victims.push(step)
             step = step.parent

@@ -28,7 +28,7 @@ from collections.abc import Collection, Sequence
 from sglang_graft.cache.node import AdapterNode, Entry, HostCopy, Node
 from sglang_graft.cache.policy import EvictionPolicy
 from sglang_graft.cache.runs import detach
-from sglang_graft.pool.ledger import IN_FLIGHT, Owner, PageLedger
+from sglang_graft.pool.ledger import IN_FLIGHT, KV_CACHED, Owner, PageLedger
 
 _DEAD_KEPT = 64
 # How many copies of KV that is on both sides are looked at, the latest used first, for one room.
@@ -86,11 +86,12 @@ class HostTier:
 
     def landed(self, pages: list[int], owner: Owner) -> None:
         """The bytes of IN_FLIGHT pages are there. Orphans among them become free."""
-        mine = [page for page in pages if page not in self._orphans]
-        gone = [page for page in pages if page in self._orphans]
-        self._orphans.difference_update(gone)
-        self.ledger.move(mine, IN_FLIGHT, owner)
-        self.ledger.give(gone, IN_FLIGHT)
+        gone = self._orphans.intersection(pages)
+        if gone:
+            self._orphans -= gone
+            self.ledger.give([page for page in pages if page in gone], IN_FLIGHT)
+            pages = [page for page in pages if page not in gone]
+        self.ledger.move(pages, IN_FLIGHT, owner)
 
     def begin_read(self, pages: list[int]) -> None:
         """A transfer reads these pages until `end_read`."""
@@ -129,8 +130,8 @@ class HostTier:
         self._images_twice.pop(node.serial, None)
         node.host = None
         self._count(node, -len(copy.pages))
-        if copy.pages and self._is_quiet():
-            self.ledger.give(copy.pages, self.ledger.owner_of(copy.pages[0]))
+        if self._is_quiet():
+            self.ledger.give(copy.pages, Owner.ADAPTER if node is node.adapter else KV_CACHED)
             return len(copy.pages)
         for page in copy.pages:
             owner = self.ledger.owner_of(page)
@@ -146,17 +147,13 @@ class HostTier:
     # ---- what the tree tells
 
     def settle(self, node: Node) -> None:
-        """The node's place changed: it came to or left the device, or was used."""
-        self._kv_twice.pop(node.serial, None)
-        if node.host is None:
-            return
+        """The place of a node with a copy changed: it came to or left the device, or was used."""
+        twice = self._images_twice if node is node.adapter else self._kv_twice
+        twice.pop(node.serial, None)
         if node.pages:
-            twice = self._images_twice if node is node.adapter else self._kv_twice
             twice[node.serial] = node
-        else:
-            self._images_twice.pop(node.serial, None)
-            if node.is_host_victim():
-                self._push(node)
+        elif node.is_host_victim():
+            self._push(node)
 
     def reshaped(self, node: Node) -> None:
         """The node lost a part: a value that fell needs a new entry, a risen one is found late."""

@@ -263,8 +263,11 @@ class Prefetch:
         for wish in self._wishes:
             if wish.node.dropped or wish.node.state is State.ABSENT:
                 continue
-            path = self.tree.peek(wish.node, wish.tokens, salt=wish.salt)
-            found.append([wish.node, *(node for node in path if node.pages)][-1])
+            last: Node = wish.node
+            for node in self.tree.peek(wish.node, wish.tokens, salt=wish.salt):
+                if node.pages:
+                    last = node
+            found.append(last)
         return found
 
     # ---- waiting
@@ -312,11 +315,13 @@ class Prefetch:
             where = "hits_device"
         else:
             where = "hits_host" if node.host is not None else "hits_disk"
-        tokens = {True: 0, False: 0}
+        device = known = 0
         for found in self.tree.peek(node, wish.tokens, salt=wish.salt):
-            tokens[bool(found.pages)] += len(found.key) // TOKEN_BYTES
-        known = min(tokens[True] + tokens[False], len(wish.tokens))
-        device = min(tokens[True], known)
+            known += len(found.key) // TOKEN_BYTES
+            if found.pages:
+                device = known  # what the device has stands above all else
+        known = min(known, len(wish.tokens))
+        device = min(device, known)
         self._add(
             node,
             **{where: 1},
