@@ -109,25 +109,25 @@ class EvictablePages(HeldPages):
         """Take a popped victim off the device, of KV about `most` pages at its end; returns how
         many. Pages of KV go to `gone` by owner; the caller frees them. `of`: pages that may leave.
         """
-        held = len(victim.pages)
-        leaving = held if self.leaves_whole(victim) else min(held, most)
+        leaving, owner = len(victim.pages), IN_FLIGHT
+        if not self.leaves_whole(victim):
+            leaving, owner = min(leaving, most), KV_CACHED
         self.policy.evicted(victim, self._clock, leaving, of)
         if isinstance(victim, AdapterNode):
             victim.evictions += 1
             self.evicted_adapters += 1
             return self._unload(victim)
-        owner = self._owner(victim)
-        pages = self._cut(victim, most)
+        pages = self._cut(victim, leaving)
         victim.share.evictable -= len(pages)
         gone[owner] += pages
         return len(pages)
 
     def _cut(self, victim: Node, wanted: int) -> list[int]:
-        """Take up to `wanted` pages off the end of a popped victim; the caller frees and counts."""
-        keep = max(0, len(victim.pages) - wanted)
+        """Take `wanted` pages off the end of a popped victim; the caller frees and counts."""
+        keep = len(victim.pages) - wanted
         if victim.host is None:
             return self._lose(victim, keep)
-        if keep and self.is_landed(victim):
+        if keep:
             self._split(victim, keep * self._page_bytes)
         gone = self._lift(victim)
         self.demoted_pages += len(gone)

@@ -113,7 +113,7 @@ class HeldPages:
 
     def _count_new(self, node: Node, pages: int) -> None:
         share = node.share
-        if self.leaves_whole(node) and pages > share.largest:
+        if pages > share.largest and self.leaves_whole(node):
             share.largest = pages
         if node.lock:
             self._protected += pages

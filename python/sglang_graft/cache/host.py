@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from sglang_graft.cache.node import AdapterNode, Entry, HostCopy, Node
 from sglang_graft.cache.policy import EvictionPolicy
@@ -182,15 +182,15 @@ class HostTier:
         # The copy above on the path has nothing below it yet, and must not make room for it.
         kept = {*spare, node.serial, node.parent.serial if node.parent else node.serial}
         twice = self._choose_twice(self._kv_twice, missing, worth, kept)
-        missing -= _pages_of(twice)
+        missing -= sum(map(_pages_of, twice))
         only, passed = self._choose_only(missing, math.inf if force else worth, kept)
-        missing -= _pages_of(only)
+        missing -= sum(map(_pages_of, only))
         last: list[Node] = []
         if force:
             last = self._choose_twice(self._images_twice, missing, worth, kept, most=None)
-            missing -= _pages_of(last)
+            missing -= sum(map(_pages_of, last))
             above = self._choose_above({node.serial for node in (*twice, *only)}, missing, kept)
-            missing -= _pages_of(above)
+            missing -= sum(map(_pages_of, above))
             last += above
         if missing <= 0:
             for victim in twice:
@@ -224,7 +224,7 @@ class HostTier:
                 and self._is_end(node)
             ):
                 chosen.append(node)
-                freed += _pages_of([node])
+                freed += _pages_of(node)
         return chosen
 
     def _choose_above(self, gone: set[int], wanted: int, kept: Collection[int]) -> list[Node]:
@@ -246,7 +246,7 @@ class HostTier:
             ):
                 chosen.append(node)
                 gone.add(node.serial)
-                freed += _pages_of([node])
+                freed += _pages_of(node)
                 node = node.parent
             if freed >= wanted:
                 break
@@ -285,7 +285,7 @@ class HostTier:
             if not self._is_idle(node) or node.serial in kept:
                 continue
             chosen.append(node)
-            freed += _pages_of([node])
+            freed += _pages_of(node)
             parent = node.parent
             if parent is None or parent.host is None or parent.pages:
                 continue
@@ -361,6 +361,6 @@ class HostTier:
             node.adapter.host_kv_pages += pages
 
 
-def _pages_of(nodes: Sequence[Node]) -> int:
-    """Host pages of nodes that have a copy."""
-    return sum(len(node.host.pages) for node in nodes if node.host is not None)
+def _pages_of(node: Node) -> int:
+    """Host pages of a node."""
+    return 0 if node.host is None else len(node.host.pages)

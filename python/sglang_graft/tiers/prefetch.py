@@ -106,8 +106,9 @@ class Prefetch:
         self._wishes = list(wishes[: self.lookahead])
         self._ahead = {wish.key for wish in self._wishes}
         before, self._states = self._states, {w.key: self._state(w) for w in wishes}
-        for key in before.keys() - self._states.keys():
-            self._stop_waiting(before[key])
+        for key, state in before.items():
+            if key not in self._states:
+                self._stop_waiting(state)
         for wish in self._wishes:
             self._states[wish.key].need = self._advance(wish)
 
