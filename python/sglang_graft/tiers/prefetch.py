@@ -189,14 +189,15 @@ class Prefetch:
             return Need.DISK
         if not host.is_readable(node):
             return Need.DISK
-        left, share = node.left, wish.share
+        share = wish.share
         with self._wanted_held(wish):
             pages = self.tree.load(node, use_reserve=False, share=share)
         if pages is None:
             capped = share is not None and share.over_cap(node.weight_pages) > 0
             return Need.CAP if capped else Need.ROOM
         self.transfers.load(node)
-        self._count_move(node, left, loads=1)
+        thrash, pages_to_device = self._is_thrash(node), len(node.pages)
+        self._add(node, loads=1, pages_to_device=pages_to_device, thrash=thrash)
         return Need.COPY
 
     def _bring_kv(self, wish: Wish) -> bool:
@@ -220,6 +221,7 @@ class Prefetch:
         """Promote from the top of `path`, which starts `depth` tokens down, what is cheaper to copy
         than to compute and finds room; whether any of it is on its way."""
         begun = False
+        runs = pages = thrash = 0
         # Held once for all: what is promoted meanwhile is on this path, which `promote` holds.
         with self._wanted_held(wish):
             for node in path:
@@ -228,6 +230,11 @@ class Prefetch:
                     break
                 begun |= not self.tree.is_landed(node)
                 depth += tokens
+                runs += 1
+                pages += len(node.pages)
+                thrash += self._is_thrash(node)
+        if runs:
+            self._add(wish.node, promotions=runs, pages_to_device=pages, thrash=thrash)
         return begun
 
     def _is_worth(self, node: Node, tokens: int, depth: int) -> bool:
@@ -238,11 +245,9 @@ class Prefetch:
         return self.rates.load_seconds(nbytes) < self.rates.prefill_seconds(tokens, depth)
 
     def _promote(self, node: Node) -> bool:
-        left = node.left
         if self.tree.promote(node, use_reserve=False) is None:
             return False
         self.transfers.load(node)
-        self._count_move(node, left, promotions=1)
         return True
 
     @contextmanager
@@ -331,9 +336,9 @@ class Prefetch:
             tokens_computed=len(wish.tokens) - known,
         )
 
-    def _count_move(self, node: Node, left: int, **what: int) -> None:
-        soon = left > 0 and self.tree.clock - left <= THRASH_WINDOW
-        self._add(node.adapter, thrash=int(soon), pages_to_device=len(node.pages), **what)
+    def _is_thrash(self, node: Node) -> bool:
+        """Whether a node that has just come back had left shortly before."""
+        return node.left > 0 and self.tree.clock - node.left <= THRASH_WINDOW
 
     def _add(self, adapter: AdapterNode, **amounts: float) -> None:
         if adapter.dropped:
