@@ -12,7 +12,7 @@ KEPT = 64
 """How many departures are remembered one by one."""
 
 
-class Reason(enum.Enum):
+class Reason(enum.StrEnum):
     """What asked for the pages."""
 
     REQUEST = "request"  # KV of a request that runs or is about to

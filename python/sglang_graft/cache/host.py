@@ -23,12 +23,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from sglang_graft.cache.node import AdapterNode, Entry, HostCopy, Node
 from sglang_graft.cache.policy import EvictionPolicy
 from sglang_graft.cache.runs import detach
-from sglang_graft.pool.ledger import IN_FLIGHT, Owner, PageLedger
+from sglang_graft.pool.ledger import IN_FLIGHT, KV_CACHED, Owner, PageLedger
 
 _DEAD_KEPT = 64
 # How many copies of KV that is on both sides are looked at, the latest used first, for one room.
@@ -86,11 +86,12 @@ class HostTier:
 
     def landed(self, pages: list[int], owner: Owner) -> None:
         """The bytes of IN_FLIGHT pages are there. Orphans among them become free."""
-        mine = [page for page in pages if page not in self._orphans]
-        gone = [page for page in pages if page in self._orphans]
-        self._orphans.difference_update(gone)
-        self.ledger.move(mine, IN_FLIGHT, owner)
-        self.ledger.give(gone, IN_FLIGHT)
+        gone = self._orphans.intersection(pages)
+        if gone:
+            self._orphans -= gone
+            self.ledger.give([page for page in pages if page in gone], IN_FLIGHT)
+            pages = [page for page in pages if page not in gone]
+        self.ledger.move(pages, IN_FLIGHT, owner)
 
     def begin_read(self, pages: list[int]) -> None:
         """A transfer reads these pages until `end_read`."""
@@ -129,8 +130,8 @@ class HostTier:
         self._images_twice.pop(node.serial, None)
         node.host = None
         self._count(node, -len(copy.pages))
-        if copy.pages and self._is_quiet():
-            self.ledger.give(copy.pages, self.ledger.owner_of(copy.pages[0]))
+        if self._is_quiet():
+            self.ledger.give(copy.pages, Owner.ADAPTER if node is node.adapter else KV_CACHED)
             return len(copy.pages)
         for page in copy.pages:
             owner = self.ledger.owner_of(page)
@@ -146,17 +147,13 @@ class HostTier:
     # ---- what the tree tells
 
     def settle(self, node: Node) -> None:
-        """The node's place changed: it came to or left the device, or was used."""
-        self._kv_twice.pop(node.serial, None)
-        if node.host is None:
-            return
+        """The place of a node with a copy changed: it came to or left the device, or was used."""
+        twice = self._images_twice if node is node.adapter else self._kv_twice
+        twice.pop(node.serial, None)
         if node.pages:
-            twice = self._images_twice if node is node.adapter else self._kv_twice
             twice[node.serial] = node
-        else:
-            self._images_twice.pop(node.serial, None)
-            if node.is_host_victim():
-                self._push(node)
+        elif node.is_host_victim():
+            self._push(node)
 
     def reshaped(self, node: Node) -> None:
         """The node lost a part: a value that fell needs a new entry, a risen one is found late."""
@@ -185,15 +182,15 @@ class HostTier:
         # The copy above on the path has nothing below it yet, and must not make room for it.
         kept = {*spare, node.serial, node.parent.serial if node.parent else node.serial}
         twice = self._choose_twice(self._kv_twice, missing, worth, kept)
-        missing -= _pages_of(twice)
+        missing -= sum(map(_pages_of, twice))
         only, passed = self._choose_only(missing, math.inf if force else worth, kept)
-        missing -= _pages_of(only)
+        missing -= sum(map(_pages_of, only))
         last: list[Node] = []
         if force:
             last = self._choose_twice(self._images_twice, missing, worth, kept, most=None)
-            missing -= _pages_of(last)
+            missing -= sum(map(_pages_of, last))
             above = self._choose_above({node.serial for node in (*twice, *only)}, missing, kept)
-            missing -= _pages_of(above)
+            missing -= sum(map(_pages_of, above))
             last += above
         if missing <= 0:
             for victim in twice:
@@ -227,7 +224,7 @@ class HostTier:
                 and self._is_end(node)
             ):
                 chosen.append(node)
-                freed += _pages_of([node])
+                freed += _pages_of(node)
         return chosen
 
     def _choose_above(self, gone: set[int], wanted: int, kept: Collection[int]) -> list[Node]:
@@ -249,7 +246,7 @@ class HostTier:
             ):
                 chosen.append(node)
                 gone.add(node.serial)
-                freed += _pages_of([node])
+                freed += _pages_of(node)
                 node = node.parent
             if freed >= wanted:
                 break
@@ -288,7 +285,7 @@ class HostTier:
             if not self._is_idle(node) or node.serial in kept:
                 continue
             chosen.append(node)
-            freed += _pages_of([node])
+            freed += _pages_of(node)
             parent = node.parent
             if parent is None or parent.host is None or parent.pages:
                 continue
@@ -364,6 +361,6 @@ class HostTier:
             node.adapter.host_kv_pages += pages
 
 
-def _pages_of(nodes: Sequence[Node]) -> int:
-    """Host pages of nodes that have a copy."""
-    return sum(len(node.host.pages) for node in nodes if node.host is not None)
+def _pages_of(node: Node) -> int:
+    """Host pages of a node."""
+    return 0 if node.host is None else len(node.host.pages)

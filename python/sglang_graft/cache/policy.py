@@ -65,6 +65,8 @@ class Lru(EvictionPolicy):
         """The clock of the last use, moved by the adapter's priority."""
         return node.last_use + PRIORITY_TICKS * node.adapter.priority
 
+    host_value = value
+
 
 def weight(node: Node) -> float:
     """What the adapter's priority multiplies the node's worth by; 1 at priority 0."""

@@ -172,7 +172,7 @@ class ShareVictims:
             if room <= 0:
                 continue
             head = share.victims.head()
-            if head is None or (self._leaves_whole(head[3]) and len(head[3].pages) > room):
+            if head is None or (len(head[3].pages) > room and self._leaves_whole(head[3])):
                 continue
             if best is None or head < best:
                 best = head

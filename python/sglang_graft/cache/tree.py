@@ -19,7 +19,7 @@ from sglang_graft.cache.runs import (
     token_bytes,
 )
 from sglang_graft.cache.shares import Share
-from sglang_graft.pool.ledger import KV_CACHED, Owner, PageLedger
+from sglang_graft.pool.ledger import IN_FLIGHT, KV_CACHED, Owner, PageLedger
 
 
 class UnifiedTree(TreePages):
@@ -254,7 +254,8 @@ class UnifiedTree(TreePages):
         Returns the last node whose KV is on the device and its end in bytes. Collects the pages of
         these, and the nodes that follow without KV on the device.
         """
-        clock = self._tick()
+        clock, host = self._tick(), self.host
+        all_landed = not self.ledger.count(IN_FLIGHT)
         page_bytes = self._page_bytes
         end = len(data) - len(data) % page_bytes
         edge = salted(data[:page_bytes], salt)
@@ -274,13 +275,13 @@ class UnifiedTree(TreePages):
                 offset += size
             child.last_use = clock
             child.hits += hits
-            if beyond or not self.is_landed(child):
-                beyond.append(child)
-            else:
+            if not beyond and child.pages and (all_landed or self.is_landed(child)):
                 pages += child.pages
                 last, cached = child, offset
-            if child.host is not None:
-                self._settle(child)
+            else:
+                beyond.append(child)
+            if host is not None and child.host is not None:
+                host.settle(child)
             node = child
             edge = data[offset : offset + page_bytes]
         return last, cached

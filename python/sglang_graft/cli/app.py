@@ -153,7 +153,8 @@ def replay(  # noqa: PLR0913 (typer: an option is a parameter)
             size=Size(requests=requests, adapters=adapters, rate=rate),
             options=options,
         )
-        kept = command.echo(found) if as_json else command.show(found, Console())
+        with command.rare_collections():
+            kept = command.echo(found) if as_json else command.show(found, Console())
         if plot is not None:
             command.plot(kept, plot)
     except ValueError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,19 @@ from sglang_graft.sim.compare import Options, compare
 from sglang_graft.sim.workloads import GENERATORS, Size
 
 Row = dict[str, Any]
+# New objects between two searches for cycles; Python's own figure is 700.
+_OBJECTS = 20_000
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Search for cycles rarely meanwhile: a trace is a million objects without any."""
+    before = gc.get_threshold()
+    gc.set_threshold(_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def budgets(text: str) -> list[float]:

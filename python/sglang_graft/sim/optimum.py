@@ -21,6 +21,7 @@ of what stays on the device), which is more than a write-through host can do.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import linprog
@@ -67,7 +68,8 @@ class _Cutter:
         self.trace, self.rates = trace, rates
         self.found = Uses()
         adapters = len(trace.workload.adapters)
-        self._blocks_left, self._blocks_held = [-1] * trace.blocks, [0] * trace.blocks
+        self._blocks_left = np.full(trace.blocks, -1)
+        self._blocks_held = np.zeros(trace.blocks, dtype=np.int64)
         self._adapters_left, self._adapters_held = [-1] * adapters, [0] * adapters
 
     def cut(self, plan: Schedule) -> Uses:
@@ -95,23 +97,20 @@ class _Cutter:
         """Groups of pages with one history become one interval each."""
         size = self.trace.sizes.page_tokens
         usable = demand.usable // size
-        group, left = 0, -2
-        for place in range(usable + 1):
-            now = -2
-            if place < usable:
-                block = demand.blocks[place]
-                now = slot if self._blocks_held[block] else self._blocks_left[block]
-            if now != left:
-                self._run(group, place, left, slot)
-                group, left = place, now
+        held = self._blocks_held[demand.blocks]
+        self._blocks_held[demand.blocks] = held + 1
+        left = self._blocks_left[demand.blocks[:usable]]
+        left[held[:usable] > 0] = slot
+        edges = (np.flatnonzero(left[1:] != left[:-1]) + 1).tolist()
+        for first, end in pairwise((0, *edges, usable)):
+            if first < end:
+                self._run(first, end, int(left[first]), slot)
         tail = usable * size
         self.found.compulsory_s += self.rates.prefill_seconds(demand.prompt - tail, tail)
-        for block in demand.blocks:
-            self._blocks_held[block] += 1
 
     def _run(self, first: int, end: int, left: int, slot: int) -> None:
         """Pages first..end of the prompt have lain since `left` (slot: they are held now)."""
-        if first == end or left == slot:
+        if left == slot:
             return
         sizes, pages = self.trace.sizes, end - first
         full = self.rates.prefill_seconds(pages * sizes.page_tokens, first * sizes.page_tokens)
@@ -137,10 +136,9 @@ class _Cutter:
         self._adapters_held[demand.adapter] -= 1
         if not self._adapters_held[demand.adapter]:
             self._adapters_left[demand.adapter] = slot
-        for block in demand.blocks:
-            self._blocks_held[block] -= 1
-            if not self._blocks_held[block]:
-                self._blocks_left[block] = slot
+        held = self._blocks_held[demand.blocks] - 1
+        self._blocks_held[demand.blocks] = held
+        self._blocks_left[demand.blocks[held == 0]] = slot
 
 
 def lower_bound(trace: Trace, plan: Schedule, server: Server, *, host_pages: int) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -166,7 +165,7 @@ class Replay:
         assert adapter is not None, f"the adapter of request {index} is not registered"
         space = self._space(adapter)
         here = sum(len(node.key) for node in self._landed(space, usable)) // TOKEN_BYTES
-        before = copy(self.tiers.moved)
+        before = self.tiers.moved.copy()
         self.tiers.bring(str(index), adapter, usable if space is adapter else _NOTHING)
         self.tree.lock(adapter)
         self.tiers.step(self.tiers.moved.weights + self.tiers.moved.kv - before.weights - before.kv)

@@ -13,8 +13,12 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from sglang_graft.cache.rates import Rates
 from sglang_graft.sim.trace import Demand, Trace
+
+Known = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +58,13 @@ class Held:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._blocks = [0] * trace.blocks
+        self._blocks = np.zeros(trace.blocks, dtype=np.int64)
         self._adapters = [0] * len(trace.workload.adapters)
         self.pages = 0
 
     def extra(self, demand: Demand) -> int:
         """Pages that admitting this one would add."""
-        shared = sum(map(bool, map(self._blocks.__getitem__, demand.blocks)))
+        shared = int(np.count_nonzero(self._blocks[demand.blocks]))
         weights = 0 if self._adapters[demand.adapter] else self._weights(demand)
         return demand.pages - shared + weights
 
@@ -68,14 +72,12 @@ class Held:
         """It is admitted."""
         self.pages += self.extra(demand)
         self._adapters[demand.adapter] += 1
-        for block in demand.blocks:
-            self._blocks[block] += 1
+        self._blocks[demand.blocks] += 1
 
     def remove(self, demand: Demand) -> None:
         """It ended."""
         self._adapters[demand.adapter] -= 1
-        for block in demand.blocks:
-            self._blocks[block] -= 1
+        self._blocks[demand.blocks] -= 1
         self.pages -= self.extra(demand)
 
     def _weights(self, demand: Demand) -> int:
@@ -104,7 +106,7 @@ def schedule(trace: Trace, server: Server) -> Schedule:
     clock, held, found = _Clock(trace), Held(trace), Schedule()
     found.ready_s = [0.0] * len(trace.demands)
     found.first_s = [0.0] * len(trace.demands)
-    known = bytearray(trace.blocks)
+    known = np.zeros(trace.blocks, dtype=np.bool_)
     free_at = 0.0
     while clock.waiting or clock.running:
         if not clock.waiting:
@@ -114,8 +116,8 @@ def schedule(trace: Trace, server: Server) -> Schedule:
         now = max(ready, free_at)
         demand = trace.demands[index]
         ended = bool(clock.running) and clock.running[0][0] <= now
-        fits = held.pages + held.extra(demand) <= server.pages
-        if not ended and fits and len(clock.running) < server.max_running:
+        room = not ended and len(clock.running) < server.max_running
+        if room and held.pages + held.extra(demand) <= server.pages:
             heapq.heappop(clock.waiting)
             held.add(demand)
             found.ready_s[index] = ready
@@ -146,11 +148,9 @@ def _end_one(trace: Trace, clock: _Clock, held: Held, found: Schedule) -> float:
     return end
 
 
-def _warm_prefill(demand: Demand, known: bytearray, rates: Rates, page_tokens: int) -> float:
+def _warm_prefill(demand: Demand, known: Known, rates: Rates, page_tokens: int) -> float:
     """Seconds for the part of the prompt that nobody computed before; marks all of it known."""
-    cached = 0
-    while cached < demand.usable and known[demand.blocks[cached // page_tokens]]:
-        cached += page_tokens
-    for block in demand.blocks:
-        known[block] = 1
+    front = known[demand.blocks[: demand.usable // page_tokens]]
+    cached = page_tokens * (len(front) if front.all() else int(front.argmin()))
+    known[demand.blocks] = True
     return rates.prefill_seconds(demand.prompt - cached, cached)

@@ -35,6 +35,10 @@ class Moved:
     kv: int = 0
     stored: int = 0
 
+    def copy(self) -> Moved:
+        """As it is at this moment."""
+        return Moved(self.read, self.weights, self.kv, self.stored)
+
 
 class Tiers(Protocol):
     """Brings a request's adapter and KV to the device, and keeps copies of what may leave it."""

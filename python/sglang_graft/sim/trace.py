@@ -5,9 +5,14 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from sglang_graft.cache.runs import TOKEN_BYTES, token_bytes
 from sglang_graft.sim.sizes import Sizes
 from sglang_graft.sim.workloads import Workload
+
+Blocks = np.ndarray[tuple[int], np.dtype[np.int64]]
+"""Ids of pages `[pages]`, each one once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class Demand:
     prompt: int
     total: int
     usable: int
-    blocks: array[int]
+    blocks: Blocks
     pages: int
 
 
@@ -62,7 +67,7 @@ class Trace:
 
 def _blocks(
     ids: dict[tuple[int, bytes], int], adapter: int, tokens: array[int], page_tokens: int
-) -> array[int]:
+) -> Blocks:
     """An id for each whole page, by its tokens and all before them; new ones enter `ids`."""
     data, size = token_bytes(tokens), page_tokens * TOKEN_BYTES
     names = []
@@ -70,4 +75,4 @@ def _blocks(
     for start in range(0, len(data) // size * size, size):
         block = ids.setdefault((block, data[start : start + size]), len(ids))
         names.append(block)
-    return array("q", names)
+    return np.array(names, dtype=np.int64)

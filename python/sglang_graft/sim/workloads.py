@@ -44,8 +44,10 @@ class Segment:
         found = _FILLER[start : start + self.length]
         while len(found) < self.length:
             found += found[: self.length - len(found)]
+        rest = self.key
         for place in range(min(_DIGITS, self.length)):
-            found[place] = self.key // _BASE**place % _BASE + FIRST_TOKEN
+            rest, digit = divmod(rest, _BASE)
+            found[place] = digit + FIRST_TOKEN
         return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 
@@ -47,12 +47,11 @@ class Counters:
 
     def add(self, adapter: str | None, **amounts: float) -> None:
         """Add to the named counts of one adapter and of the total."""
-        _add(self.of(adapter), amounts)
-        _add(self.total, amounts)
+        _add((self.of(adapter), self.total), amounts)
 
     def add_total(self, **amounts: float) -> None:
         """Add to the total alone: the adapter has been forgotten."""
-        _add(self.total, amounts)
+        _add((self.total,), amounts)
 
     def of(self, adapter: str | None) -> TierCounts:
         """The counts of one adapter."""
@@ -73,7 +72,8 @@ class Counters:
             assert 0 <= held <= amount + 1e-6, f"{name}: adapters count {held}, total {amount}"
 
 
-def _add(counts: TierCounts, amounts: Mapping[str, float]) -> None:
+def _add(to: Sequence[TierCounts], amounts: Mapping[str, float]) -> None:
     for name, amount in amounts.items():
         if amount:
-            setattr(counts, name, getattr(counts, name) + amount)
+            for counts in to:
+                setattr(counts, name, getattr(counts, name) + amount)

@@ -106,8 +106,9 @@ class Prefetch:
         self._wishes = list(wishes[: self.lookahead])
         self._ahead = {wish.key for wish in self._wishes}
         before, self._states = self._states, {w.key: self._state(w) for w in wishes}
-        for key in before.keys() - self._states.keys():
-            self._stop_waiting(before[key])
+        for key, state in before.items():
+            if key not in self._states:
+                self._stop_waiting(state)
         for wish in self._wishes:
             self._states[wish.key].need = self._advance(wish)
 
@@ -188,14 +189,15 @@ class Prefetch:
             return Need.DISK
         if not host.is_readable(node):
             return Need.DISK
-        left, share = node.left, wish.share
+        share = wish.share
         with self._wanted_held(wish):
             pages = self.tree.load(node, use_reserve=False, share=share)
         if pages is None:
             capped = share is not None and share.over_cap(node.weight_pages) > 0
             return Need.CAP if capped else Need.ROOM
         self.transfers.load(node)
-        self._count_move(node, left, loads=1)
+        thrash, pages_to_device = self._is_thrash(node), len(node.pages)
+        self._add(node, loads=1, pages_to_device=pages_to_device, thrash=thrash)
         return Need.COPY
 
     def _bring_kv(self, wish: Wish) -> bool:
@@ -219,6 +221,7 @@ class Prefetch:
         """Promote from the top of `path`, which starts `depth` tokens down, what is cheaper to copy
         than to compute and finds room; whether any of it is on its way."""
         begun = False
+        runs = pages = thrash = 0
         # Held once for all: what is promoted meanwhile is on this path, which `promote` holds.
         with self._wanted_held(wish):
             for node in path:
@@ -227,6 +230,11 @@ class Prefetch:
                     break
                 begun |= not self.tree.is_landed(node)
                 depth += tokens
+                runs += 1
+                pages += len(node.pages)
+                thrash += self._is_thrash(node)
+        if runs:
+            self._add(wish.node, promotions=runs, pages_to_device=pages, thrash=thrash)
         return begun
 
     def _is_worth(self, node: Node, tokens: int, depth: int) -> bool:
@@ -237,11 +245,9 @@ class Prefetch:
         return self.rates.load_seconds(nbytes) < self.rates.prefill_seconds(tokens, depth)
 
     def _promote(self, node: Node) -> bool:
-        left = node.left
         if self.tree.promote(node, use_reserve=False) is None:
             return False
         self.transfers.load(node)
-        self._count_move(node, left, promotions=1)
         return True
 
     @contextmanager
@@ -263,8 +269,11 @@ class Prefetch:
         for wish in self._wishes:
             if wish.node.dropped or wish.node.state is State.ABSENT:
                 continue
-            path = self.tree.peek(wish.node, wish.tokens, salt=wish.salt)
-            found.append([wish.node, *(node for node in path if node.pages)][-1])
+            last: Node = wish.node
+            for node in self.tree.peek(wish.node, wish.tokens, salt=wish.salt):
+                if node.pages:
+                    last = node
+            found.append(last)
         return found
 
     # ---- waiting
@@ -312,11 +321,13 @@ class Prefetch:
             where = "hits_device"
         else:
             where = "hits_host" if node.host is not None else "hits_disk"
-        tokens = {True: 0, False: 0}
+        device = known = 0
         for found in self.tree.peek(node, wish.tokens, salt=wish.salt):
-            tokens[bool(found.pages)] += len(found.key) // TOKEN_BYTES
-        known = min(tokens[True] + tokens[False], len(wish.tokens))
-        device = min(tokens[True], known)
+            known += len(found.key) // TOKEN_BYTES
+            if found.pages:
+                device = known  # what the device has stands above all else
+        known = min(known, len(wish.tokens))
+        device = min(device, known)
         self._add(
             node,
             **{where: 1},
@@ -325,9 +336,9 @@ class Prefetch:
             tokens_computed=len(wish.tokens) - known,
         )
 
-    def _count_move(self, node: Node, left: int, **what: int) -> None:
-        soon = left > 0 and self.tree.clock - left <= THRASH_WINDOW
-        self._add(node.adapter, thrash=int(soon), pages_to_device=len(node.pages), **what)
+    def _is_thrash(self, node: Node) -> bool:
+        """Whether a node that has just come back had left shortly before."""
+        return node.left > 0 and self.tree.clock - node.left <= THRASH_WINDOW
 
     def _add(self, adapter: AdapterNode, **amounts: float) -> None:
         if adapter.dropped:

@@ -3,26 +3,10 @@
 from array import array
 
 import pytest
+from helpers_tree import checked, put, resident
 
 from sglang_graft.cache import AdapterNode, Lru, State, UnifiedTree
 from sglang_graft.pool.ledger import Owner, PageLedger
-
-
-def put(tree, adapter, tokens, *, start=0, salt=""):
-    pages = tree.ledger.take(len(tokens) // 2 - start // 2, Owner.KV_RUNNING)
-    return tree.insert(adapter, tokens, pages, start=start, salt=salt)
-
-
-def resident(tree, name, pages):
-    adapter = tree.add_adapter(name, pages)
-    assert tree.load(adapter) is not None
-    tree.loaded(adapter)
-    return adapter
-
-
-def checked(tree):
-    tree.check_invariants()
-    tree.ledger.check_invariants()
 
 
 def test_miss_then_hit(make_tree, run):
@@ -109,61 +93,6 @@ def test_tokens_must_be_int64(make_tree):
         tree.match(tree.base, array("i", [1, 2]))
 
 
-def test_eviction_takes_the_least_recently_used_leaf_first(make_tree, run):
-    tree = make_tree(8)
-    for text in ("ax", "ay", "b"):
-        put(tree, tree.base, run(text))
-    # a=1, x=2, y=4 (3 was a duplicate of a), b=3
-    assert tree.match(tree.base, run("ax")).pages == [1, 2]
-    order = []
-    while tree.evictable:
-        before = set(tree.ledger.pages_of(Owner.KV_CACHED))
-        assert tree.evict(1) == 1
-        order += before - set(tree.ledger.pages_of(Owner.KV_CACHED))
-        checked(tree)
-    assert order == [4, 3, 2, 1]
-    assert tree.evict(1) == 0
-
-
-def test_eviction_trims_the_end_of_a_leaf(make_tree, run):
-    tree = make_tree(8)
-    node = put(tree, tree.base, run("abcd")).node
-    assert tree.evict(1) == 1
-    assert node.pages == [1, 2, 3]
-    assert tree.match(tree.base, run("abcd")) == ([1, 2, 3], node)
-    # The cut page was the last given back, so it comes out first and can be appended again.
-    assert put(tree, tree.base, run("abcd")).pages[:3] == [1, 2, 3]
-    checked(tree)
-
-
-def test_locked_leaves_stay_and_become_victims_when_unlocked(make_tree, run):
-    tree = make_tree(6)
-    first, second = (put(tree, tree.base, run(text)).node for text in ("ab", "cd"))
-    tree.lock(first)
-    assert tree.evict(6) == 2
-    assert second.parent is None
-    assert tree.match(tree.base, run("ab")).pages == [1, 2]
-    with pytest.raises(AssertionError, match="was evicted"):
-        tree.lock(second)
-    tree.unlock(first)
-    checked(tree)
-    assert tree.evict(6) == 2
-
-
-def test_a_node_is_a_leaf_again_after_its_children(make_tree, run):
-    tree = make_tree(6)
-    parent = put(tree, tree.base, run("ab")).node
-    child = put(tree, tree.base, run("abc")).node
-    tree.lock(child)
-    assert tree.evict(9) == 0  # settles the parent's old entry
-    tree.unlock(child)
-    assert tree.evict(1) == 1
-    assert child.parent is None
-    checked(tree)
-    assert tree.evict(1) == 1
-    assert parent.pages == [1]
-
-
 def test_salts_are_separate_spaces(make_tree, run):
     tree = make_tree(8)
     plain = put(tree, tree.base, run("ab"))
@@ -192,95 +121,6 @@ def test_adapters_are_separate_spaces(make_tree, run):
     assert tree.match(tree.base, run("xy")) == ([], tree.base)
     assert [node.identity for node in tree.adapters()] == [None, "a", "b"]
     assert (first.kv_pages, second.kv_pages) == (2, 0)
-    checked(tree)
-
-
-def test_an_adapter_leaves_only_after_its_kv(make_tree, run):
-    tree = make_tree(8)
-    adapter = resident(tree, "a", 2)
-    put(tree, adapter, run("xyz"))
-    put(tree, tree.base, run("b"))
-    assert tree.evict(3) == 3
-    assert (adapter.state, adapter.kv_pages) == (State.RESIDENT, 0)
-    # The base model's page was used later than the adapter.
-    assert tree.evict(1) == 2
-    assert (adapter.state, adapter.pages, adapter.evictions) == (State.ABSENT, [], 1)
-    assert tree.match(tree.base, run("b")).pages == [6]
-    assert tree.invalid_kv_pages() == 0
-    checked(tree)
-
-
-def test_a_request_holds_its_adapter(make_tree, run):
-    tree = make_tree(6)
-    adapter = resident(tree, "a", 2)
-    tree.lock(tree.match(adapter, run("x")).node)
-    assert (tree.protected, tree.evict(6), adapter.state) == (2, 0, State.RESIDENT)
-    tree.unlock(adapter)
-    assert (tree.evictable, tree.evict(1), adapter.state) == (2, 2, State.ABSENT)
-    checked(tree)
-
-
-def test_the_base_model_is_no_victim(make_tree):
-    tree = make_tree(4)
-    assert tree.evict(4) == 0
-    assert (tree.base.state, tree.load(tree.base)) == (State.RESIDENT, [])
-    assert tree.adapter(None) is tree.base
-    with pytest.raises(ValueError, match="base model cannot be dropped"):
-        tree.drop(tree.base)
-
-
-def test_a_load_evicts_others_but_nothing_in_vain(make_tree, run):
-    tree = make_tree(6)
-    held = put(tree, tree.base, run("ab")).node
-    other = resident(tree, "a", 2)
-    put(tree, other, run("x"))
-    tree.lock(held)
-    big = tree.add_adapter("big", 5)
-    assert tree.load(big) is None
-    assert (big.state, tree.match(other, run("x")).pages) == (State.ABSENT, [5])
-    small = tree.add_adapter("small", 2)
-    assert tree.load(small) == [5, 6]
-    assert (other.state, other.kv_pages) == (State.RESIDENT, 0)
-    checked(tree)
-
-
-def test_a_load_can_spare_the_reserve(make_tree, run):
-    tree = make_tree(6, reserve=2)
-    put(tree, tree.base, run("abc"))
-    adapter = tree.add_adapter("a", 5)
-    assert tree.load(adapter, use_reserve=False) is None
-    assert tree.match(tree.base, run("abc")).pages == [1, 2, 3]
-    assert tree.load(adapter) is not None
-    assert (tree.ledger.free, tree.evictable) == (0, 6)
-    checked(tree)
-
-
-def test_a_copy_under_way_may_be_evicted(make_tree):
-    tree = make_tree(4)
-    adapter = tree.add_adapter("a", 3)
-    pages = tree.load(adapter)
-    assert pages == [1, 2, 3]
-    assert tree.ledger.count(Owner.IN_FLIGHT) == 3
-    assert tree.load(adapter) == []
-    assert tree.evict(1) == 3
-    assert (adapter.state, adapter.pages) == (State.ABSENT, [])
-    with pytest.raises(AssertionError, match="'a' is absent"):
-        tree.loaded(adapter)
-    again = tree.load(adapter)
-    assert again == pages
-    assert again is not pages
-    tree.loaded(adapter)
-    assert tree.ledger.count(Owner.ADAPTER) == 3
-    assert (adapter.loads, adapter.evictions) == (2, 1)
-    checked(tree)
-
-
-def test_an_adapter_just_loaded_outlives_kv_used_before(make_tree, run):
-    tree = make_tree(4)
-    adapter = tree.add_adapter("a", 2)
-    put(tree, tree.base, run("ab"))
-    tree.load(adapter)
-    assert (tree.evict(2), adapter.state) == (2, State.LOADING)
     checked(tree)
 
 
@@ -367,12 +207,6 @@ def test_reset_frees_everything_and_knows_its_adapters(make_tree, run):
     assert tree.adapter("a") is adapter
     assert tree.match(tree.base, run("b")).pages == []
     checked(tree)
-
-
-def test_an_unlock_too_many_is_a_broken_invariant(make_tree):
-    tree = make_tree(4)
-    with pytest.raises(AssertionError, match="unlocked more often than locked"):
-        tree.unlock(tree.base)
 
 
 def test_nodes_have_no_dict(make_tree):

@@ -1,5 +1,6 @@
 """`graft replay`: rows, plot, and clear errors."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_graft.cli.app import app
+from sglang_graft.cli.replay import rare_collections
 
 RUN = CliRunner()
 SMALL = ["--requests", "40", "--budget-gb", "6,12"]
@@ -79,3 +81,11 @@ def test_wrong_use_is_told_with_the_option(args: list[str], message: str) -> Non
     result = RUN.invoke(app, ["replay", *args])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_the_collector_is_as_before_afterwards() -> None:
+    before = gc.get_threshold()
+    with rare_collections():
+        meanwhile = gc.get_threshold()
+    assert meanwhile[0] > before[0]
+    assert gc.get_threshold() == before
