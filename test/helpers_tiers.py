@@ -188,12 +188,15 @@ class Disk:
     sizes: dict[int, int] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
+    copies: dict[int, int] = field(default_factory=dict)
+    """Folders that hold the adapter of another number."""
 
     def read(self, path: Path) -> Packed:
-        number = int(path.name)
-        if number in self.missing:
+        folder = int(path.name)
+        if folder in self.missing:
             raise FileNotFoundError(f"{path} is gone")
-        identity = f"other {number}" if number in self.changed else f"adapter {number}"
+        number = self.copies.get(folder, folder)
+        identity = f"other {folder}" if folder in self.changed else f"adapter {number}"
         return packed(number, self.sizes[number], identity)
 
 
