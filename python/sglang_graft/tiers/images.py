@@ -79,7 +79,7 @@ class Images:
         self._place(node, packed, spare, foreign=True)
 
     def failure(self, node: AdapterNode) -> Failure | None:
-        """The last failed read of this adapter."""
+        """The last read of this adapter, if it failed."""
         return self._failures.get(node.serial)
 
     def forget(self, node: AdapterNode) -> None:
@@ -127,6 +127,7 @@ class Images:
             self._fail(wanted, error)
             return
         assert job.packed is not None, f"{job.key} has ended without a result"
+        self._failures.pop(node.serial, None)
         self.counters.add(node.identity, pages_from_disk=len(job.packed.pages))
         self._house(node, job.packed, spare)
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from helpers_tiers import World
 
-from sglang_graft.cache import State
+from sglang_graft.cache import AdapterNode, State
+from sglang_graft.cache.departures import Reason
 
 FOLDERS = (0, 7, 8)
 
@@ -71,3 +72,51 @@ def test_an_unload_between_two_folders_ends_the_search() -> None:
     world.settle()
     world.check()
     assert world.tiers.at_rest
+
+
+def pin(world: World, number: int) -> AdapterNode:
+    node = world.nodes[number]
+    assert world.tree.load(node, reason=Reason.PIN)
+    world.tree.lock(node)
+    world.tiers.pinned = lambda: [node]
+    return node
+
+
+def test_a_pinned_adapter_whose_read_failed_is_read_again_when_it_is_asked_for() -> None:
+    world = world_with_copies()
+    world.images.sources = lambda node: []
+    node = pin(world, 0)
+    world.disk.missing.add(0)
+    for _ in range(6):
+        world.step()
+        world.check()
+        world.executor.advance()
+    assert world.counters.of("adapter 0").disk_reads == 1, "nobody asks"
+    assert outcome(world) == ["0 is gone"]
+    assert world.counters.of("adapter 0").disk_reads == 2
+    world.disk.missing.clear()
+    assert outcome(world) == []
+    assert (node.state, world.images.failure(node)) == (State.RESIDENT, None)
+
+
+def test_the_image_of_a_pinned_adapter_stays_until_its_copy_has_begun() -> None:
+    world = World(20, 3)
+    for number in (0, 1, 2):
+        world.register(number, 3)
+        world.settle()
+    node = pin(world, 0)
+    other = world.enqueue(1, (1,))
+    for jobs in (1, 2, 1):  # its read; its way into the host pool, and the other read with it
+        world.step()
+        for _ in range(jobs):
+            world.executor.advance()
+    for _ in range(2):
+        world.step()
+        world.check()
+        world.copier.drain()
+    assert node.state is State.RESIDENT
+    assert world.counters.of("adapter 0").disk_reads == 1
+    for _ in range(4):
+        world.settle()
+        world.step()
+    assert other in world.running
