@@ -51,7 +51,11 @@ class Op:
     steps: deque[Callable[[], None]]
 
     def done(self) -> bool:
-        return not self.steps and all(op.done() for op in self.after)
+        if self.steps:
+            return False
+        while self.after and self.after[-1].done():
+            self.after.pop()
+        return not self.after
 
     def seconds(self) -> float:
         return 1e-6  # whatever its size, so that prices differ from window to window
