@@ -7,7 +7,15 @@ import torch
 from sglang_graft.adapters import ModelSpec, PointerTable, TileMap
 from sglang_graft.cache import HostTier, Lru, State, UnifiedTree
 from sglang_graft.pool import Arena, PageLayout, PageLedger
-from sglang_graft.tiers import CpuCopier, HostPool, Packed, Residency, build_tiers
+from sglang_graft.tiers import (
+    CpuCopier,
+    HostPool,
+    Packed,
+    Residency,
+    TierOptions,
+    Tiers,
+    build_tiers,
+)
 
 SPEC = ModelSpec.llama_like(
     {
@@ -23,7 +31,7 @@ HOST_PAGES = 200
 LAYOUT = PageLayout(layers=2, page_tokens=16, kv_heads=2, head_dim=16, dtype=torch.float32)
 
 
-def make(pages: int = 40, slots: int = 3) -> Residency:
+def make(pages: int = 40, slots: int = 3, options: TierOptions | None = None) -> Residency:
     ledger = PageLedger(pages)
     tree = UnifiedTree(ledger, page_tokens=LAYOUT.page_tokens, policy=Lru())
     tile_map = TileMap(SPEC, LAYOUT.page_bytes)
@@ -32,8 +40,15 @@ def make(pages: int = 40, slots: int = 3) -> Residency:
     residency = Residency(tree=tree, arena=arena, tile_map=tile_map, table=table)
     host = HostPool(HOST_PAGES, LAYOUT.page_bytes, pin=False)
     tree.host = HostTier(host.ledger, tree.policy)
-    build_tiers(residency, host, CpuCopier(arena, host), unreadable)
+    build_tiers(residency, host, CpuCopier(arena, host), unreadable, options=options)
     return residency
+
+
+def tiers_of(residency: Residency) -> Tiers:
+    """The tiers that `make` built."""
+    tiers = residency.offer.__self__  # type: ignore[attr-defined]
+    assert isinstance(tiers, Tiers)
+    return tiers
 
 
 def unreadable(path: Path) -> Packed:
@@ -44,7 +59,7 @@ def promote(residency: Residency, adapter_id: str) -> bool:
     """Bring an adapter's bytes to the device, as the tiers do."""
     node = residency.node(adapter_id)
     assert node is not None
-    tiers = residency.offer.__self__  # type: ignore[attr-defined]
+    tiers = tiers_of(residency)
     tiers.images.store.wait()
     if node.state is State.ABSENT:
         if residency.tree.load(node) is None:

@@ -51,7 +51,11 @@ class Op:
     steps: deque[Callable[[], None]]
 
     def done(self) -> bool:
-        return not self.steps and all(op.done() for op in self.after)
+        if self.steps:
+            return False
+        while self.after and self.after[-1].done():
+            self.after.pop()
+        return not self.after
 
     def seconds(self) -> float:
         return 1e-6  # whatever its size, so that prices differ from window to window
@@ -188,12 +192,15 @@ class Disk:
     sizes: dict[int, int] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
+    copies: dict[int, int] = field(default_factory=dict)
+    """Folders that hold the adapter of another number."""
 
     def read(self, path: Path) -> Packed:
-        number = int(path.name)
-        if number in self.missing:
+        folder = int(path.name)
+        if folder in self.missing:
             raise FileNotFoundError(f"{path} is gone")
-        identity = f"other {number}" if number in self.changed else f"adapter {number}"
+        number = self.copies.get(folder, folder)
+        identity = f"other {folder}" if folder in self.changed else f"adapter {number}"
         return packed(number, self.sizes[number], identity)
 
 

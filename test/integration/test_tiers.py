@@ -26,6 +26,7 @@ PAGE_BYTES = 2 * 3 * PAGE_TOKENS * 2 * 16 * 4  # K and V, layers, tokens, heads,
 POOL_PAGES = 120
 NAMES = [f"t{number}" for number in range(12)]
 RANKS = dict.fromkeys(NAMES, 16)  # 24 pages each
+BIG = {"big0": 64, "big1": 64}  # 94 pages each
 SESSIONS, TURNS = 100, 5
 IN_FLIGHT = 8
 HOSTS = {"large": 2000, "small": 80}  # pages
@@ -46,7 +47,7 @@ def gigabytes(pages: int) -> str:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return tiny_adapters.save_ranks(tmp_path_factory.mktemp("adapters"), RANKS)
+    return tiny_adapters.save_ranks(tmp_path_factory.mktemp("adapters"), RANKS | BIG)
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +67,9 @@ def server(
     flags += ["--graft-policy", POLICIES[request.param]]
     folder = tmp_path_factory.mktemp("server")
     # Copies, so that a test may spoil them.
-    own = {name: folder / name for name in folders}
-    for name, path in folders.items():
-        shutil.copytree(path, own[name])
+    own = {name: folder / name for name in NAMES}
+    for name, path in own.items():
+        shutil.copytree(folders[name], path)
     with serve(base_model, folder, *flags, adapters=own, env=STRICT) as running:
         yield running
 
@@ -126,13 +127,14 @@ def test_five_hundred_requests_of_sessions(server: Server, truth: Reference) -> 
     assert report["loads"] > 2 * len(RANKS), "adapters came and went"
     assert report["rates"]["changes"] > 0, "prices were measured"
     check_counters(server.pool(), report, SESSIONS * TURNS)
+    assert report["promotions"] > 0
+    assert report["tokens_host"] > 0
+    assert report["kv_pages_demoted"] > 0
     if is_small(server):
         assert report["disk_reads"] > 0
+        assert report["pages"]["free"] < server.adapter("t0")["weight_pages"], "it is full"
     else:
         assert report["disk_reads"] == 0
-        assert report["promotions"] > 0
-        assert report["tokens_host"] > 0
-        assert report["kv_pages_demoted"] > 0
     flushed(server)
 
 
@@ -165,6 +167,39 @@ def test_promoted_kv_gives_the_same_tokens(server: Server, truth: Reference) -> 
     assert again["meta_info"]["cached_tokens"] >= 144, "nine pages came back"
     assert host(server)["promotions"] > before
     check(truth, [request, request], [first, again])
+    flushed(server)
+
+
+@only(["large"])
+def test_other_weights_under_a_name_never_see_its_kv_on_the_host(
+    server: Server, truth: Reference, folders: dict[str, Path]
+) -> None:
+    request = Request("t0", tiny_model.prompt(160, 4))
+    check(truth, [request], [server.ask(request)])
+    wait_until(lambda: adapter(server, "t0")["host_kv_pages"] >= 10)
+    push_out(server, truth, NAMES[1:7])
+    away = adapter(server, "t0")
+    assert (away["state"], away["kv_pages"]) == ("host", 0)
+    for weights, folder in (("t11", folders["t11"]), ("t0", server.log.parent / "t0")):
+        server.replace("t0", folder)
+        answer = server.ask(request)
+        check(truth, [Request(weights, request.prompt)], [answer])
+        assert answer["meta_info"]["cached_tokens"] == 0
+    flushed(server)
+
+
+@only(["large"])
+def test_adapters_of_which_one_fits_take_turns(
+    server: Server, truth: Reference, folders: dict[str, Path]
+) -> None:
+    for name in BIG:
+        assert server.load(name, folders[name]).status_code == 200
+    assert sum(adapter(server, name)["weight_pages"] for name in BIG) > POOL_PAGES
+    requests = [Request(n, tiny_model.prompt(40, i)) for i, n in enumerate([*BIG, None] * 8)]
+    check(truth, requests, server.ask_all(requests, IN_FLIGHT))
+    assert all(adapter(server, name)["loads"] > 0 for name in BIG)
+    for name in BIG:
+        assert server.unload(name).status_code == 200
     flushed(server)
 
 
@@ -218,6 +253,30 @@ def test_a_file_that_went_bad_after_its_registration(
     file.write_bytes(good)
     request = Request(name, tiny_model.prompt(20))
     check(truth, [request], [server.ask(request)])
+    flushed(server)
+
+
+@only(["small"])
+def test_a_lost_folder_fails_nobody_who_named_one_of_equal_weights(
+    server: Server, truth: Reference, folders: dict[str, Path]
+) -> None:
+    copy = shutil.copytree(folders["t0"], server.log.parent / "copy")
+    assert server.load("copy", copy).status_code == 200
+    others = [Request(name, tiny_model.prompt(20)) for name in NAMES[1:]]
+    for request in others:
+        check(truth, [request], [server.ask(request)])
+    server.flush()
+    before = adapter(server, "copy")
+    assert before["state"] == "disk"
+    file = server.log.parent / "t0" / tiny_adapters.WEIGHTS
+    good = file.read_bytes()
+    file.unlink()
+    requests = [Request(name, tiny_model.prompt(20)) for name in ("copy", "t0")]
+    wanted = [Request("t0", request.prompt) for request in requests]
+    check(truth, wanted, [server.ask(request) for request in requests])
+    assert adapter(server, "copy")["failed_reads"] == before["failed_reads"] + 1
+    file.write_bytes(good)
+    assert server.unload("copy").status_code == 200
     flushed(server)
 
 

@@ -5,14 +5,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from sglang_graft.adapters.bits import Block, all_finite, bits
 from sglang_graft.adapters.errors import AdapterError
+from sglang_graft.adapters.safetensors_file import read_headers, read_into
 from sglang_graft.adapters.torch_file import BIN_NAME, read_tensors
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -43,8 +43,8 @@ class WeightsFile(ABC):
         """Shape and dtype, the latter as safetensors spells it."""
 
     @abstractmethod
-    def _stored(self, name: str) -> torch.Tensor:
-        """The tensor as it is in the file."""
+    def _fill(self, name: str, target: torch.Tensor) -> None:
+        """Copy the tensor as it is in the file into `target` of its shape and dtype."""
 
     def shape(self, name: str) -> list[int]:
         """The shape, from the header. Raises AdapterError for an empty or a non-float tensor."""
@@ -60,15 +60,16 @@ class WeightsFile(ABC):
     def load(self, name: str, dtype: torch.dtype, block: Block | None = None) -> torch.Tensor:
         """The tensor cast once to `dtype`, contiguous, in memory of its own or of `block`.
 
-        A copy even without a cast, because a mapped file may change or shrink later. Raises
-        AdapterError when a number is NaN or infinite, before or after the cast.
+        Raises AdapterError when a number is NaN or infinite, before or after the cast.
         """
-        stored = self._stored(name)
+        shape, spelled = self.shape(name), self._header(name)[1]
         make = torch.empty if block is None else block.empty
-        matrix = make(stored.shape, dtype=dtype)
-        if stored.dtype is dtype:
-            np.copyto(bits(matrix), bits(stored))
-        else:
+        matrix = make(shape, dtype=dtype)
+        stored = matrix
+        if _FLOATS[spelled] is not dtype:
+            stored = torch.empty(shape, dtype=_FLOATS[spelled])
+        self._fill(name, stored)
+        if stored is not matrix:
             matrix.copy_(stored)
         if not all_finite(matrix):
             if all_finite(stored):
@@ -78,22 +79,22 @@ class WeightsFile(ABC):
 
 
 class _SafetensorsFile(WeightsFile):
-    """A memory-mapped safetensors file."""
+    """A safetensors file; of its tensors those are read that are asked for."""
 
-    def __init__(self, file: Path, handle: Any) -> None:
+    def __init__(self, file: Path, stream: BinaryIO) -> None:
         super().__init__(file)
-        self._handle = handle
+        self._stream = stream
+        self._tensors = read_headers(file, stream)
 
     def names(self) -> list[str]:
-        return list(self._handle.keys())
+        return list(self._tensors)
 
     def _header(self, name: str) -> tuple[list[int], str]:
-        header = self._handle.get_slice(name)
-        return list(header.get_shape()), header.get_dtype()
+        tensor = self._tensors[name]
+        return tensor.shape, tensor.dtype
 
-    def _stored(self, name: str) -> torch.Tensor:
-        stored: torch.Tensor = self._handle.get_tensor(name)
-        return stored
+    def _fill(self, name: str, target: torch.Tensor) -> None:
+        read_into(self.file, self._stream, name, self._tensors[name], target)
 
 
 class _TorchFile(WeightsFile):
@@ -110,8 +111,8 @@ class _TorchFile(WeightsFile):
         tensor = self._tensors[name]
         return list(tensor.shape), _FLOAT_NAMES.get(tensor.dtype, str(tensor.dtype))
 
-    def _stored(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+    def _fill(self, name: str, target: torch.Tensor) -> None:
+        np.copyto(bits(target), bits(self._tensors[name]))
 
 
 @contextmanager
@@ -127,11 +128,11 @@ def open_weights(folder: Path) -> Iterator[WeightsFile]:
     if not os.path.isfile(file):
         raise AdapterError(file, "file", f"is missing, and there is no {BIN_NAME} either")
     try:
-        opened = safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(file, "file", f"is not a readable safetensors file: {error}") from error
-    with opened as handle:
-        yield _counted(_SafetensorsFile(file, handle))
+        stream = file.open("rb", buffering=0)
+    except OSError as error:
+        raise AdapterError(file, "file", f"cannot be read: {error.strerror}") from error
+    with stream:
+        yield _counted(_SafetensorsFile(file, stream))
 
 
 def _counted(weights: WeightsFile) -> WeightsFile:

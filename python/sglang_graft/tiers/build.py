@@ -57,7 +57,8 @@ def build_tiers(
     transfers = Transfers(
         tree, copier, on_loaded=lambda pages, s: rates.meter.h2d(pages * page_bytes, s)
     )
-    images = Images(tree, AdapterStore(read, host.write, on_read=rates.meter.disk), counters)
+    store = AdapterStore(read, host.write, on_read=rates.meter.disk)
+    images = Images(tree, store, counters, residency.sources)
     prefetch = Prefetch(
         tree=tree,
         transfers=transfers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,20 @@ class Failure:
     message: str
 
 
+@dataclass(slots=True)
+class _Wanted:
+    """An image that is being read: from which folder, and which were tried before."""
+
+    node: AdapterNode
+    name: str
+    tried: list[Path]
+
+
+def _nowhere(node: AdapterNode) -> Sequence[tuple[str, Path]]:
+    """No other folder holds these weights."""
+    return ()
+
+
 def _key(node: AdapterNode) -> str:
     return f"node {node.serial}"
 
@@ -37,23 +51,24 @@ class Images:
 
     An image that was read and finds no room stays in memory, and is tried again each pass: the
     store reads no more than its bound meanwhile.
+
+    `sources` names every folder that equal weights were registered from: one that has gone bad
+    takes nothing from those who named another.
     """
 
     tree: UnifiedTree
     store: AdapterStore
     counters: Counters
+    sources: Callable[[AdapterNode], Sequence[tuple[str, Path]]] = _nowhere
     failed: int = 0
     _failures: dict[int, Failure] = field(default_factory=dict)
-    _wanted: dict[str, tuple[AdapterNode, str]] = field(default_factory=dict)
+    _wanted: dict[str, _Wanted] = field(default_factory=dict)
     _homeless: list[tuple[AdapterNode, Packed]] = field(default_factory=list)
 
     def want(self, node: AdapterNode, name: str, path: Path) -> None:
         """Bring the image of a registered adapter back. Many calls are one read."""
-        if node.host is not None or self.is_wanted(node):
-            return
-        self._wanted[_key(node)] = (node, name)
-        self.counters.add(node.identity, disk_reads=1)
-        self.store.request(_key(node), path)
+        if node.host is None and not self.is_wanted(node):
+            self._read(_Wanted(node, name, [path]))
 
     def is_wanted(self, node: AdapterNode) -> bool:
         """Whether its image is being read, or waits for room."""
@@ -64,7 +79,7 @@ class Images:
         self._place(node, packed, spare, foreign=True)
 
     def failure(self, node: AdapterNode) -> Failure | None:
-        """The last failed read of this adapter."""
+        """The last read of this adapter, if it failed."""
         return self._failures.get(node.serial)
 
     def forget(self, node: AdapterNode) -> None:
@@ -93,24 +108,40 @@ class Images:
             assert node.host is None, f"{node.identity!r} has an image and waits for room"
             assert not node.dropped, f"{node.identity!r} is dropped and waits for room"
 
+    def _read(self, wanted: _Wanted) -> None:
+        """From the last of its folders."""
+        self._wanted[_key(wanted.node)] = wanted
+        self.counters.add(wanted.node.identity, disk_reads=1)
+        self.store.request(_key(wanted.node), wanted.tried[-1])
+
     def _deliver(self, job: Reading, spare: Collection[int]) -> None:
-        node, name = self._wanted.pop(job.key)
-        error = job.error
+        wanted = self._wanted.pop(job.key)
+        node, error = wanted.node, job.error
         if job.packed is not None and job.packed.image.identity != node.identity:
             self.store.forget(job.packed)
             error = AdapterChangedError(
-                f"adapter {name}: its files hold other weights than when it was loaded; load it"
-                ' again with "load_inplace": true'
+                f"adapter {wanted.name}: its files hold other weights than when it was loaded; load"
+                ' it again with "load_inplace": true'
             )
         if error is not None:
-            self.failed += 1
-            self.counters.add(node.identity, failed_reads=1)
-            message = str(error) or type(error).__name__
-            self._failures[node.serial] = Failure(self.failed, message)
+            self._fail(wanted, error)
             return
         assert job.packed is not None, f"{job.key} has ended without a result"
+        self._failures.pop(node.serial, None)
         self.counters.add(node.identity, pages_from_disk=len(job.packed.pages))
         self._house(node, job.packed, spare)
+
+    def _fail(self, wanted: _Wanted, error: Exception) -> None:
+        """One folder cannot be read: the next one, or the end for all who wait."""
+        node = wanted.node
+        self.counters.add(node.identity, failed_reads=1)
+        for name, path in self.sources(node):
+            if path not in wanted.tried:
+                self._read(_Wanted(node, name, [*wanted.tried, path]))
+                return
+        self.failed += 1
+        message = str(error) or type(error).__name__
+        self._failures[node.serial] = Failure(self.failed, message)
 
     def _house(self, node: AdapterNode, packed: Packed, spare: Collection[int]) -> None:
         """Give a read image its host pages, now or in a later pass."""

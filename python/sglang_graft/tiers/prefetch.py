@@ -2,9 +2,10 @@
 
 A request whose bytes are not there is passed over, so that others run meanwhile. How long that may
 go on is bounded: after `patience` passes in which a later request was let through, the request
-takes whatever nobody holds (KV on the host is then left there and computed anew), and as soon as
-its adapter's image is in host memory, nobody behind it starts before it does. What runs then ends,
-and an adapter that was registered fits into an empty pool. A read from disk blocks nobody.
+takes whatever nobody holds and nobody before it wants (KV on the host is then left there and
+computed anew), and as soon as its adapter's image is in host memory, nobody behind it starts before
+it does. What runs then ends, and an adapter that was registered fits into an empty pool. A read
+from disk blocks nobody.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import enum
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from sglang_graft.cache import AdapterNode, Node, State, UnifiedTree
@@ -153,7 +155,7 @@ class Prefetch:
 
     def wanted(self) -> list[Node]:
         """What waiting requests have on the device already: no load for anybody else takes it."""
-        return self._wanted()
+        return self._wanted(self._wishes)
 
     # ---- what a wish waits for
 
@@ -174,7 +176,11 @@ class Prefetch:
     def _look(self, wish: Wish) -> Need:
         """What a wish further back waits for; its loads have to wait too."""
         if wish.node.state is not State.RESIDENT:
-            return Need.FAILED if self.failure(wish) is not None else Need.ROOM
+            if self.failure(wish) is not None:
+                return Need.FAILED
+            host = self.tree.host
+            assert host is not None, "prefetch needs a host tier"
+            return Need.ROOM if wish.node.pages or host.is_readable(wish.node) else Need.DISK
         path = self.tree.peek(wish.node, wish.tokens, salt=wish.salt)
         on_its_way = any(node.pages and not self.tree.is_landed(node) for node in path)
         return Need.COPY if on_its_way and not self._is_overdue(wish) else Need.NOTHING
@@ -252,9 +258,15 @@ class Prefetch:
 
     @contextmanager
     def _wanted_held(self, wish: Wish) -> Iterator[None]:
-        """What is taken meanwhile is nothing that another waiting request wants, unless this one is
-        overdue."""
-        held = [] if self._is_overdue(wish) else self._wanted()
+        """What is taken meanwhile is nothing that another waiting request wants.
+
+        One that is overdue spares only those before it: two of them that do not fit into the pool
+        together would take it from each other for ever.
+        """
+        others: Iterable[Wish] = self._wishes
+        if self._is_overdue(wish):
+            others = takewhile(lambda other: other is not wish, self._wishes)
+        held = self._wanted(others)
         for node in held:
             self.tree.lock(node)
         try:
@@ -263,10 +275,10 @@ class Prefetch:
             for node in held:
                 self.tree.unlock(node)
 
-    def _wanted(self) -> list[Node]:
-        """The last device node of every wish ahead."""
+    def _wanted(self, wishes: Iterable[Wish]) -> list[Node]:
+        """The last device node of each of these wishes."""
         found: list[Node] = []
-        for wish in self._wishes:
+        for wish in wishes:
             if wish.node.dropped or wish.node.state is State.ABSENT:
                 continue
             last: Node = wish.node

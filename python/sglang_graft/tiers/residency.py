@@ -186,12 +186,16 @@ class Residency:
         images = [node.host for node in self.tree.adapters() if node.host is not None]
         return sum(len(image.pages) for image in images) * self.arena.layout.page_bytes
 
+    def sources(self, node: AdapterNode) -> list[tuple[str, Path]]:
+        """Name and folder of every registration of this node, those with a name first."""
+        registered = (*self._known.values(), *self._retired.values())
+        found = [(known.name, known.path) for known in registered if known.node is node]
+        assert found, f"adapter {node.identity!r} is not registered"
+        return found
+
     def source(self, node: AdapterNode) -> tuple[str, Path]:
-        """Name and folder of a registration of this node."""
-        for known in (*self._known.values(), *self._retired.values()):
-            if known.node is node:
-                return known.name, known.path
-        raise AssertionError(f"adapter {node.identity!r} is not registered")
+        """The first of `sources`."""
+        return self.sources(node)[0]
 
     def known(self) -> list[KnownAdapter]:
         """Every registration that a name leads to, in order."""

@@ -42,9 +42,12 @@ class Tiers:
         """Note what has landed, start what the waiting requests need, then write back."""
         self.rates.step()
         self.transfers.poll()
-        self.images.poll(spare=self.prefetch.spared())
-        for node in self.pinned():
-            self._bring_pinned(node)
+        coming = [node for node in self.pinned() if node.state is State.LOADING]
+        self.images.poll(spare=self.prefetch.spared() | {node.serial for node in coming})
+        for node in coming:
+            mine = (wish for wish in wishes if wish.node is node)
+            asked = any(self.prefetch.failure(wish) is None for wish in mine)
+            self._bring_pinned(node, asked=asked)
         self.prefetch.consider(wishes)
         if self.write_back is not None:
             self.write_back.run()
@@ -110,13 +113,15 @@ class Tiers:
         }
         return found
 
-    def _bring_pinned(self, node: AdapterNode) -> None:
+    def _bring_pinned(self, node: AdapterNode, *, asked: bool) -> None:
+        """The next step for one that has its pages; after a failed read only when `asked` for."""
         host = self.tree.host
         assert host is not None, "tiers need a host tier"
-        if node.state is not State.LOADING or self.transfers.has(node):
+        if self.transfers.has(node):
             return
         if node.host is None:
-            self.images.want(node, *self.prefetch.paths(node))
+            if asked or self.images.failure(node) is None:
+                self.images.want(node, *self.prefetch.paths(node))
         elif host.is_readable(node):
             self.transfers.load(node)
             self.counters.add(node.identity, loads=1, pages_to_device=len(node.pages))

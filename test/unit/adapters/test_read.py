@@ -1,12 +1,14 @@
 """What reading does besides the format table (test_formats.py): casts, copies, gaps, defaults."""
 
+import os
 from pathlib import Path
 
 import helpers_peft as hp
 import pytest
 import torch
 
-from sglang_graft.adapters import read_adapter
+from sglang_graft.adapters import AdapterError, read_adapter
+from sglang_graft.adapters.weights import open_weights
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
@@ -32,6 +34,24 @@ def test_weights_outlive_the_file(tmp_path: Path) -> None:
     with (tmp_path / hp.WEIGHTS).open("r+b") as file:
         file.truncate(0)
     assert torch.equal(delta.a, before)
+
+
+@pytest.mark.parametrize("served", [torch.float32, torch.float16])
+def test_a_file_cut_short_while_it_is_read_is_an_error_and_no_crash(
+    served: torch.dtype, tmp_path: Path
+) -> None:
+    hp.save_adapter(tmp_path)
+    file = tmp_path / hp.WEIGHTS
+    with open_weights(tmp_path) as weights:
+        first, *_, last = weights.names()
+        whole = weights.load(first, served)
+        os.truncate(file, file.stat().st_size - 1)
+        assert torch.equal(weights.load(first, served), whole), "its bytes are there"
+        with pytest.raises(AdapterError, match="was cut short while it was read") as caught:
+            weights.load(last, served)
+        assert caught.value.item == last
+    with pytest.raises(AdapterError, match="is not a readable safetensors file"):
+        read_adapter(tmp_path, hp.tiny_spec())
 
 
 def test_missing_modules_are_no_delta(tmp_path: Path) -> None:

@@ -30,9 +30,13 @@ def run(world: World, request: Request | None, passes: int = 10) -> int:
     raise AssertionError(f"{request.key} has not started in {passes} passes")
 
 
-def finish_all(world: World) -> None:
+def finish_all_running(world: World) -> None:
     while world.running:
         world.finish(0)
+
+
+def finish_all(world: World) -> None:
+    finish_all_running(world)
     world.settle()
 
 
@@ -125,6 +129,37 @@ def test_a_pool_for_one_adapter_serves_all_in_turn() -> None:
     assert not world.queue
     assert not world.running
     assert len(requests) == 6
+
+
+@pytest.mark.parametrize(("pages", "adapters"), [(9, 2), (12, 3)])
+def test_overdue_requests_do_not_take_the_pool_from_each_other(pages: int, adapters: int) -> None:
+    world = world_with(pages, 60, *[5] * adapters, patience=2)
+    cold = [world.enqueue(number, (1,)) for number in range(adapters)]
+    for node in world.nodes.values():
+        assert world.tree.host
+        world.tree.host.release(node)
+    for _ in range(4):  # their images are read meanwhile
+        run(world, world.enqueue(None, (0,)))
+        finish_all_running(world)
+    assert all(request and world.prefetch.overtaken(request.key) > 2 for request in cold)
+    world.settle()
+    for request in cold:
+        run(world, request, passes=5)
+        world.finish(0)
+    assert world.counters.total.loads == adapters, "each was loaded once"
+
+
+def test_no_read_blocks_those_behind_it_however_far_back_it_waits() -> None:
+    world = world_with(40, 3, 3, 3, 3, lookahead=1, patience=1)
+    reading, behind = world.enqueue(0, (1,)), world.enqueue(1, (1,))
+    for _ in range(6):
+        assert run(world, world.enqueue(None, (0,))) == 1
+    assert behind
+    assert world.prefetch.overtaken(behind.key) == 6
+    assert world.nodes[1].host is None, "its own read begins when it is the first in line"
+    for request in (reading, behind):
+        world.settle()
+        run(world, request)
 
 
 def test_kv_comes_back_with_its_adapter() -> None:

@@ -1,5 +1,8 @@
 """Registrations, promotion, copies and slots, on a tiny pool."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from helpers_adapters import random_adapter, read_matrix
@@ -82,8 +85,12 @@ def test_source_is_a_registration_of_the_node() -> None:
     residency = make()
     known = residency.add("id-1", "one", adapter(1))
     assert residency.source(known.node) == ("one", known.path)
+    residency.add("id-2", "two", replace(adapter(1), path=Path("elsewhere")))
+    assert residency.sources(known.node) == [("one", known.path), ("two", Path("elsewhere"))]
     residency.retire("id-1")
-    assert residency.source(known.node) == ("one", known.path)
+    assert residency.source(known.node) == ("two", Path("elsewhere"))
+    residency.retire("id-2")
+    assert len(residency.sources(known.node)) == 2
 
 
 def test_a_reload_into_other_pages_renews_the_slot() -> None:

@@ -24,7 +24,7 @@ class TierMachine(RuleBasedStateMachine):
     """Two replicas are fed the same events; `each` compares what they decided."""
 
     @initialize(
-        pages=st.integers(12, 30),
+        pages=st.integers(8, 12) | st.integers(13, 30),
         host_pages=st.integers(5, 60),
         patience=st.integers(0, 3),
         lookahead=st.integers(1, 5),
@@ -87,6 +87,20 @@ class TierMachine(RuleBasedStateMachine):
             world.finish(-1)
             if after:
                 world.settle()
+
+        self.each(act)
+
+    @rule(run=RUNS, passes=st.integers(1, 4))
+    def crowd(self, run: tuple[int, ...], passes: int) -> None:
+        """Every adapter is wanted at once, while requests of the base model go ahead."""
+
+        def act(world: World) -> None:
+            for number in sorted(world.nodes):
+                world.enqueue(number, run)
+            for _ in range(passes):
+                world.enqueue(None, run)
+                world.step()
+                world.finish(-1)
 
         self.each(act)
 
