@@ -12,20 +12,7 @@ from helpers_tiers import PAGE_BYTES, PAGE_TOKENS, World
 from sglang_graft.cache import Prices, make_policy, policy_names
 
 EVENTS = 1500
-KINDS = [
-    "ask",
-    "ask",
-    "step",
-    "step",
-    "step",
-    "copy",
-    "copy",
-    "copy",
-    "end",
-    "end",
-    "grow",
-    "other",
-]
+KINDS = {"ask": 2, "step": 3, "copy": 3, "end": 2, "grow": 1, "other": 1}
 
 
 def history(policy: str, seed: int) -> str:
@@ -37,7 +24,7 @@ def history(policy: str, seed: int) -> str:
         world.register(number, 1 + number)
         world.settle()
     for _ in range(EVENTS):
-        kind = source.choice(KINDS)
+        (kind,) = source.choices([*KINDS], [*KINDS.values()])
         if kind == "ask":
             run = tuple(source.choices([0, 1], k=source.randint(1, 4)))
             world.enqueue(source.choice([None, *range(5)]), run, source.choice(["", "s"]))
@@ -47,8 +34,6 @@ def history(policy: str, seed: int) -> str:
             for queue in source.choices(["forward", "load", "store"], k=12):
                 world.copier.advance(queue)
             world.executor.advance(source.randrange(8))
-        elif kind == "rest":
-            world.copier.drain()
         elif kind == "end":
             world.finish(source.randrange(8))
         elif kind == "grow":
