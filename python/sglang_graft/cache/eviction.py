@@ -12,6 +12,9 @@ from sglang_graft.cache.runs import TOKEN_BYTES, detach, split
 from sglang_graft.cache.shares import NOTHING, Incoming, Share
 from sglang_graft.pool.ledger import IN_FLIGHT, KV_CACHED, Owner, PageLedger
 
+GROUP = 8
+"""Pages between the places where eviction cuts KV with a host copy in two."""
+
 
 def _nobody(pages: Sequence[int]) -> None:
     """Nobody copies: freed pages concern the ledger alone."""
@@ -58,8 +61,8 @@ class EvictablePages(HeldPages):
         What may leave is what no request holds: of each share what it holds beyond its floor, and
         as many pages as it gets (`incoming`); or anything of one share (`only`). Takes the least
         valuable leaf first: KV with none below it on the device, or an adapter without KV there.
-        Of KV larger than what is missing only the end goes; weights go whole. O(shares + log n) a
-        victim. Never waits: what has a host copy keeps its place in the tree.
+        Of KV larger than what is missing only the end goes (`leaving`); weights go whole.
+        O(shares + log n) a victim. Never waits: what has a host copy keeps its place in the tree.
         """
         if pages <= 0:
             return 0
@@ -72,8 +75,8 @@ class EvictablePages(HeldPages):
             victim = self._victims.pop(budgets)
             if victim is None:
                 break
-            most = min(pages - freed, budgets[victim.share])
-            count = self._expel(victim, most, self._evictable - freed, gone)
+            leaving = self.leaving(victim, pages - freed, budgets[victim.share])
+            count = self._expel(victim, leaving, self._evictable - freed, gone)
             freed += count
             budgets[victim.share] -= count
             self._note(reason, victim, count)
@@ -81,6 +84,23 @@ class EvictablePages(HeldPages):
             self._free(run, owner)
         self._evictable -= freed
         return freed
+
+    def leaving(self, victim: Node, wanted: int, room: int) -> int:
+        """How many pages of a victim leave when `wanted` are missing and its share may give `room`.
+
+        KV with a host copy stays as two nodes, so it is cut where whole groups of GROUP pages of
+        its sequence end, if the share may give the pages more that this takes. Otherwise a path
+        that often comes and goes would end as one node a page, each with transfers of its own.
+        """
+        count = len(victim.pages)
+        exact = min(count, wanted, room)
+        if exact == count or self.leaves_whole(victim):
+            return count
+        if victim.host is None:
+            return exact
+        keep = count - exact
+        rounded = count - keep + min(keep, (victim.start + keep) % GROUP)
+        return rounded if rounded <= room else exact
 
     def coldest(self, limit: int) -> Iterator[Node]:
         """What eviction would take next, in order; looks at `limit` entries of that order.
@@ -105,13 +125,11 @@ class EvictablePages(HeldPages):
 
     # ---- internals
 
-    def _expel(self, victim: Node, most: int, of: int, gone: dict[Owner, list[int]]) -> int:
-        """Take a popped victim off the device, of KV about `most` pages at its end; returns how
-        many. Pages of KV go to `gone` by owner; the caller frees them. `of`: pages that may leave.
+    def _expel(self, victim: Node, leaving: int, of: int, gone: dict[Owner, list[int]]) -> int:
+        """Take a popped victim off the device, of KV `leaving` pages at its end; returns how many.
+        Pages of KV go to `gone` by owner; the caller frees them. `of`: pages that may leave.
         """
-        leaving, owner = len(victim.pages), IN_FLIGHT
-        if not self.leaves_whole(victim):
-            leaving, owner = min(leaving, most), KV_CACHED
+        owner = IN_FLIGHT if self.leaves_whole(victim) else KV_CACHED
         self.policy.evicted(victim, self._clock, leaving, of)
         if isinstance(victim, AdapterNode):
             victim.evictions += 1

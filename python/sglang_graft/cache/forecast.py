@@ -114,9 +114,7 @@ class _Walk:
         )
 
     def _take(self, node: Node, wanted: int) -> Loss:
-        count = len(node.pages)
-        if not self.tree.leaves_whole(node):
-            count = min(wanted, count, self.budgets[node.share])
+        count = self.tree.leaving(node, wanted, self.budgets[node.share])
         self.budgets[node.share] -= count
         if count == len(node.pages):
             self._left.add(node.serial)

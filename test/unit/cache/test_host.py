@@ -1,10 +1,12 @@
 """Host copies: what keeps its place off the device, and which copy leaves when the host is full."""
 
 from array import array
+from string import ascii_lowercase
 
 import pytest
 
 from sglang_graft.cache import AdapterNode, Lru, Node, State, UnifiedTree
+from sglang_graft.cache.eviction import GROUP
 from sglang_graft.pool.ledger import Owner, PageLedger
 
 
@@ -74,13 +76,47 @@ def test_kv_without_a_copy_is_forgotten(pool: Pool) -> None:
     pool.check()
 
 
-def test_a_part_of_copied_kv_leaves(pool: Pool) -> None:
-    node = pool.put("abcd")
+def test_a_part_of_copied_kv_leaves() -> None:
+    pool = Pool(host_pages=20)
+    text = ascii_lowercase[: GROUP + 3]
+    node = pool.put(text)
     pool.copy(node)
-    assert pool.tree.evict(1) == 1
-    assert pool.cached("abcd") == 3
-    assert [len(n.key) // 16 for n in pool.tree.peek(pool.tree.base, pool.tokens("abcd"))] == [3, 1]
+    assert pool.tree.evict(1) == 3, "up to where a group ends"
+    assert pool.cached(text) == GROUP
+    path = pool.tree.peek(pool.tree.base, pool.tokens(text))
+    assert [len(n.key) // 16 for n in path] == [GROUP, 3]
     pool.check()
+    assert pool.tree.evict(1) == GROUP
+    assert pool.cached(text) == 0
+    assert len(pool.tree.peek(pool.tree.base, pool.tokens(text))) == 2
+    pool.check()
+
+
+def test_groups_are_those_of_the_sequence_not_of_the_node() -> None:
+    pool = Pool(pages=40, host_pages=40)
+    text = ascii_lowercase[: 2 * GROUP + 2]
+    for node in (pool.put(text[:3]), pool.put(text)):
+        pool.copy(node)
+    assert [n.start for n in pool.tree.peek(pool.tree.base, pool.tokens(text))] == [0, 3]
+    assert pool.tree.evict(4) == 2 + GROUP
+    assert pool.cached(text) == GROUP
+    pool.check()
+
+
+def test_a_path_that_comes_and_goes_is_not_cut_smaller_and_smaller() -> None:
+    pool = Pool(pages=40, host_pages=40)
+    text = ascii_lowercase[: 3 * GROUP]
+    pool.copy(pool.put(text))
+    for wanted in (1, 5, 2, 7, 3, 1, 11, 4, 6, 1, 9, 2):
+        pool.tree.evict(wanted)
+        for node in pool.tree.peek(pool.tree.base, pool.tokens(text)):
+            if not node.pages:
+                pages = pool.tree.promote(node)
+                assert pages is not None
+                pool.tree.landed(pages)
+        assert pool.cached(text) == 3 * GROUP
+        pool.check()
+    assert len(pool.tree.peek(pool.tree.base, pool.tokens(text))) <= 3
 
 
 def test_promotion_and_landing(pool: Pool) -> None:

@@ -59,6 +59,23 @@ def test_others_take_only_what_is_above_the_floor() -> None:
     tree.check_invariants()
 
 
+def test_a_cut_takes_no_more_than_the_floor_leaves() -> None:
+    tree = make_tree(20, host=20)
+    assert tree.host is not None
+    tree.shares.limit({"b": (6, None)})
+    b = tree.shares.get("b")
+    node = put(tree, tree.base, tuple(range(10)), b)
+    copied = tree.host.add(node, 10)
+    assert copied is not None
+    tree.host.landed(copied, Owner.KV_CACHED)
+    # Cut at page 8, where a group ends; the next one would be at 0, below the floor.
+    assert tree.evict(1) == 2
+    assert tree.evict(1) == 1
+    assert tree.evict(9) == 1
+    assert (b.held, tree.evict(1)) == (6, 0)
+    tree.check_invariants()
+
+
 def test_what_a_tenant_gets_it_may_give_up() -> None:
     tree = make_tree(10)
     tree.shares.limit({"b": (8, None)})
