@@ -49,6 +49,8 @@ class FakeServer:
     flushed: int = 0
     busy_flushes: int = 0
     probe: bool = True
+    hangs: bool = True
+    """As long as it is set, a failure called "hang" goes on."""
 
     def app(self) -> FastAPI:
         """Its routes."""
@@ -107,13 +109,17 @@ class FakeServer:
         meta = {"cached_tokens": 0, "output_top_logprobs": best}
         return JSONResponse({"output_ids": tokens, "meta_info": meta})
 
+    async def _let_go(self) -> None:
+        while self.hangs:
+            await asyncio.sleep(0.01)
+
     async def _events(self, tokens: list[int], failure: str) -> AsyncIterator[bytes]:
         steps = [*range(1, len(tokens), 2), len(tokens)]
         for seen in steps:
             if failure == "short" and seen == len(tokens):
                 break
             if failure == "hang" and seen == steps[2]:
-                await asyncio.sleep(3600)  # until the client leaves
+                await self._let_go()
             if failure == "event" and seen == steps[1]:
                 yield b'data: {"error": {"message": "broken", "code": 400}}\n\n'
                 break
@@ -165,6 +171,7 @@ def serving(server: FakeServer) -> Iterator[FakeServer]:
         server.url = f"http://127.0.0.1:{port}"
         yield server
     finally:
+        server.hangs = False  # or it would wait for the answer's end
         runner.should_exit = True
         thread.join()
 
