@@ -99,7 +99,7 @@ class EvictablePages(HeldPages):
         if victim.host is None:
             return exact
         keep = count - exact
-        rounded = count - keep + min(keep, (victim.start + keep) % GROUP)
+        rounded = exact + min(keep, (victim.start + keep) % GROUP)
         return rounded if rounded <= room else exact
 
     def coldest(self, limit: int) -> Iterator[Node]:
