@@ -22,6 +22,7 @@ import torch
 from sglang_graft.adapters import AdapterImage
 from sglang_graft.cache import AdapterNode, Lru, Node, Prices, UnifiedTree
 from sglang_graft.cache.policy import EvictionPolicy
+from sglang_graft.cache.runs import below
 from sglang_graft.pool import Owner, PageLedger
 from sglang_graft.tiers import (
     AdapterStore,
@@ -69,8 +70,11 @@ class FakeCopier:
         self.host: dict[int, Tag] = {}
         self.queues: dict[str, deque[Op]] = {"forward": deque(), "load": deque(), "store": deque()}
         self._last_forward: Op | None = None
+        self._begun: list[Op] = []
 
-    def copy(self, way: Way, pairs: Sequence[tuple[int, int]], after: Sequence[Any]) -> Op:
+    def copy(
+        self, way: Way, pairs: Sequence[tuple[int, int]], after: Sequence[Any], forwards: int
+    ) -> Op:
         def one(host: int, device: int) -> Callable[[], None]:
             def step() -> None:
                 if way is Way.LOAD:
@@ -80,12 +84,16 @@ class FakeCopier:
 
             return step
 
-        op = Op(self._behind(after), deque(one(h, d) for h, d in pairs))
+        assert forwards <= len(self._begun), f"behind {forwards} forwards of {len(self._begun)}"
+        first = self._begun[forwards - 1 : forwards] if forwards else []
+        op = Op([*first, *after], deque(one(h, d) for h, d in pairs))
         self.queues[way.value].append(op)
         return op
 
-    def hold_forward(self, tickets: Sequence[Any]) -> None:
+    def begin_forward(self, tickets: Sequence[Any]) -> None:
         self._launch(Op(list(tickets), deque()))
+        assert self._last_forward is not None
+        self._begun.append(self._last_forward)
 
     def forward(self, reads: dict[int, Tag], writes: dict[int, Tag]) -> None:
         """Launch a forward; a step for each page, reads first."""
@@ -102,6 +110,7 @@ class FakeCopier:
 
         steps = [check(*item) for item in reads.items()] + [write(*i) for i in writes.items()]
         self._launch(Op([], deque(steps)))
+        self._begun[-1] = self.queues["forward"][-1]
 
     def advance(self, name: str) -> bool:
         """One step of the first operation of a queue, if it may run; whether there was one."""
@@ -118,10 +127,6 @@ class FakeCopier:
         while any(self.advance(name) for name in self.queues):
             pass
         assert not any(op.steps for queue in self.queues.values() for op in queue), "a deadlock"
-
-    def _behind(self, after: Sequence[Any]) -> list[Op]:
-        first = [] if self._last_forward is None else [self._last_forward]
-        return [*first, *after]
 
     def _launch(self, op: Op) -> None:
         if self._last_forward is not None:
@@ -268,6 +273,8 @@ class World:
         self.queue: list[Request] = []
         self.running: list[Request] = []
         self.log: list[Tag] = []
+        self.touched: dict[int, int] = {}
+        """The last forward that reads or writes a page; the first is 1."""
         self._names = 0
 
     def write_image(self, pages: Sequence[int], image: torch.Tensor) -> None:
@@ -383,6 +390,7 @@ class World:
                 reads[page] = self.tag(request, place)
             for place, page in enumerate(request.own):
                 writes[page] = self.tag(request, request.cached + place)
+        self.touched.update(dict.fromkeys([*reads, *writes], self.ledger.forwards))
         self.copier.forward(reads, writes)
 
     def tag(self, request: Request, place: int) -> Tag:
@@ -501,3 +509,15 @@ class World:
         assert own == self.ledger.count(Owner.KV_RUNNING)
         parts = self.ledger.free + self.tree.evictable + self.tree.protected + own
         assert parts == self.ledger.total
+        self.check_last_forwards()
+
+    def check_last_forwards(self) -> None:
+        """Pages that nobody holds say which forwards a load into them has to come after."""
+        said = {page: self.ledger.last_forward([page]) for page in self.ledger.pages_of(Owner.FREE)}
+        for adapter in (self.tree.base, *self.tree.adapters()):
+            for node in (adapter, *below(adapter)):
+                if not node.lock:
+                    said |= dict.fromkeys(node.pages, node.last_forward)
+        for page, last in said.items():
+            touched = self.touched.get(page, 0)
+            assert touched <= last, f"page {page}: forward {touched} has it, {last} is said"

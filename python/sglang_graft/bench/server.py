@@ -48,10 +48,11 @@ def command(
     line = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(settings.model)]
     line += ["--host", HOST, "--port", str(port), "--dtype", settings.shape.dtype_name]
     line += ["--max-total-tokens", str(split.kv_tokens), "--enable-cache-report"]
+    line += ["--page-size", str(settings.shape.page_tokens)]
     # One request after the other fails where it stands, not the server: logs stay readable.
     line += ["--log-level", "warning", *settings.more.get("all", ())]
     if peer.engine == "graft":
-        line += ["--enable-graft", "--page-size", str(settings.shape.page_tokens)]
+        line += ["--enable-graft"]
     if peer.engine == "stock":
         line += ["--lora-backend", _STOCK_BACKEND[settings.device]]
         line += ["--max-loras-per-batch", str(peer.slots)]

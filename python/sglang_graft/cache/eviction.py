@@ -69,7 +69,7 @@ class EvictablePages(HeldPages):
         if self.policy.changed():
             self.reprice()
         budgets = self.shares.budgets(incoming, only)
-        freed = 0
+        freed = last_forward = 0
         gone: dict[Owner, list[int]] = {KV_CACHED: [], IN_FLIGHT: []}
         while freed < pages:
             victim = self._victims.pop(budgets)
@@ -78,10 +78,11 @@ class EvictablePages(HeldPages):
             leaving = self.leaving(victim, pages - freed, budgets[victim.share])
             count = self._expel(victim, leaving, self._evictable - freed, gone)
             freed += count
+            last_forward = max(last_forward, victim.last_forward)
             budgets[victim.share] -= count
             self._note(reason, victim, count)
         for owner, run in gone.items():
-            self._free(run, owner)
+            self._free(run, owner, last_forward)
         self._evictable -= freed
         return freed
 
@@ -199,7 +200,7 @@ class EvictablePages(HeldPages):
         pages, adapter.pages = adapter.pages, []
         self._change(adapter, -len(pages))
         landed = adapter.state is State.RESIDENT
-        self._free(pages, Owner.ADAPTER if landed else IN_FLIGHT)
+        self._free(pages, Owner.ADAPTER if landed else IN_FLIGHT, adapter.last_forward)
         adapter.state = State.ABSENT
         adapter.left = self._clock
         self._settle(adapter)
@@ -215,11 +216,11 @@ class EvictablePages(HeldPages):
             kept=node.host is not None,
         )
 
-    def _free(self, pages: Sequence[int], owner: Owner) -> None:
-        """Give pages that leave their nodes back."""
+    def _free(self, pages: Sequence[int], owner: Owner, last_forward: int) -> None:
+        """Give pages that leave their nodes back; see `PageLedger.give`."""
         if pages:
             self.on_freed(pages)
-            self.ledger.give(pages, owner)
+            self.ledger.give(pages, owner, last_forward=last_forward)
 
     def _owner(self, node: Node) -> Owner:
         """Who has the pages of a KV node on the device, in the ledger's words."""

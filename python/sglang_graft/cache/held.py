@@ -76,6 +76,7 @@ class HeldPages:
             assert step.lock > 0, f"node {step.serial} is unlocked more often than locked"
             step.lock -= 1
             if step.lock == 0:
+                step.last_forward = self.ledger.forwards
                 pages = len(step.pages)
                 moved += pages
                 self._change(step, pages)

@@ -49,6 +49,7 @@ class Node:
     host: the copy in host memory, None if there is none.
     device_children: children that have pages; such a node is never taken off the device.
     left: logical clock of the moment at which it last left the device, 0 = never.
+    last_forward: while nobody holds it: no forward after the first so many has touched its pages.
     lock: requests that hold this node or one below it; 0 = evictable.
     hits: matches that passed through it; last_use: logical clock of the last match or insert.
     start: pages of KV above it on its path.
@@ -68,6 +69,7 @@ class Node:
         "hits",
         "host",
         "key",
+        "last_forward",
         "last_use",
         "left",
         "lock",
@@ -92,6 +94,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.lock = 0
         self.hits = 0
+        self.last_forward = 0
         self.last_use = 0
         self.left = 0
         self.start = 0

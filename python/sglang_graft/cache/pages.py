@@ -44,6 +44,7 @@ class TreePages(EvictablePages):
         adapter.state = State.LOADING
         adapter.loads += 1
         adapter.pages = pages
+        adapter.last_forward = self.ledger.last_forward(pages)
         adapter.last_use = self._tick()
         self.policy.loaded(adapter, self._clock)
         self._count_new(adapter, len(pages))
@@ -78,7 +79,7 @@ class TreePages(EvictablePages):
             while step.parent is not None:
                 step = step.parent
                 step.last_use = clock
-            self._place(node, pages)
+            self._place(node, pages, self.ledger.last_forward(pages))
         self.unlock(parent)
         return pages
 
@@ -109,12 +110,13 @@ class TreePages(EvictablePages):
         assert taken is not None, f"{pages} pages were free, and could not be taken"
         return taken
 
-    def _place(self, node: Node, pages: list[int]) -> None:
+    def _place(self, node: Node, pages: list[int], last_forward: int) -> None:
         """A KV node that had no pages gets some; its parent is on the device."""
         assert node.parent is not None, f"node {node.serial} was evicted"
         if node.adapter.share is not node.share:
             self._make_common(node.adapter)
         node.pages = pages
+        node.last_forward = last_forward
         node.parent.device_children += 1
         node.adapter.kv_pages += len(pages)
         self._count_new(node, len(pages))

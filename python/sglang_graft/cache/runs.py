@@ -73,6 +73,7 @@ def split(lower: Node, serial: int, size: int, page_bytes: int) -> Node:
     upper.share = lower.share
     upper.lock = lower.lock
     upper.hits = lower.hits
+    upper.last_forward = lower.last_forward
     upper.last_use = lower.last_use
     upper.start = lower.start
     upper.whole = False

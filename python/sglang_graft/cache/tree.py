@@ -291,9 +291,10 @@ class UnifiedTree(TreePages):
         if node.pages:
             owner = self._owner(node)
             void, node.pages = node.pages, pages
-            self._free(void, owner)
+            self._free(void, owner, self.ledger.forwards)
+            node.last_forward = self.ledger.forwards
         else:
-            self._place(node, pages)
+            self._place(node, pages, self.ledger.forwards)
 
     def _append(self, parent: Node, key: bytes, pages: list[int], salt: str, share: Share) -> Node:
         """A new leaf, just used."""
@@ -308,7 +309,7 @@ class UnifiedTree(TreePages):
         node.start = parent.start + len(parent.key) // self._page_bytes
         self.policy.used(node, self._clock, again=False)
         parent.children[edge] = node
-        self._place(node, pages)
+        self._place(node, pages, self.ledger.forwards)
         return node
 
     def _free_below(self, adapter: AdapterNode, reason: Reason) -> int:
@@ -322,7 +323,7 @@ class UnifiedTree(TreePages):
                 self._change(node, -len(node.pages))
                 self._victims.forget(node)
                 if node.pages:
-                    self._free(node.pages, self._owner(node))
+                    self._free(node.pages, self._owner(node), node.last_forward)
                 detach(node)
         self.departures.note(
             self._clock, reason, adapter.identity, freed, weights=False, kept=False

@@ -1,6 +1,7 @@
 """Who owns each page of the arena."""
 
 import enum
+from array import array
 from collections.abc import Sequence
 
 
@@ -30,6 +31,9 @@ class PageLedger:
 
     Owners are one byte a page, so that a million small pages cost a megabyte. A call for one page
     takes about 1 us, for 1000 pages less than 0.1 ms. Not thread-safe: one scheduler loop owns it.
+
+    forwards: forwards launched so far; whoever launches them counts here. A launched forward may be
+    reading or writing pages that were given back after its launch (`last_forward`).
     """
 
     def __init__(self, pages: int, *, reserve: int = 0) -> None:
@@ -42,9 +46,11 @@ class PageLedger:
             raise ValueError(f"reserve: wanted 0 pages or more, got {reserve}")
         self.pages = pages
         self.reserve = reserve
+        self.forwards = 0
         self._owners = bytearray()
         self._counts: list[int] = []
         self._stack: list[int] = []
+        self._last_forward: array[int] = array("q")
         self.reset()
 
     @property
@@ -84,10 +90,24 @@ class PageLedger:
         self._counts[owner] += n
         return taken
 
-    def give(self, pages: Sequence[int], owner: Owner) -> None:
-        """Return pages of `owner` to the free stack."""
+    def give(self, pages: Sequence[int], owner: Owner, *, last_forward: int | None = None) -> None:
+        """Return pages of `owner` to the free stack.
+
+        No forward after the first `last_forward` touched them; None: the latest one may have.
+        """
         self._hand(pages, owner, FREE)
         self._stack.extend(reversed(pages))
+        touched, last = self.forwards if last_forward is None else last_forward, self._last_forward
+        for page in pages:
+            last[page] = touched
+
+    def last_forward(self, pages: Sequence[int]) -> int:
+        """No forward after the first so many touched these pages before they were given back.
+
+        0 for pages that nobody has given back.
+        """
+        last = self._last_forward
+        return max([last[page] for page in pages], default=0)
 
     def move(self, pages: Sequence[int], source: Owner, target: Owner) -> None:
         """Hand pages of `source` to `target`; their bytes stay where they are."""
@@ -115,6 +135,8 @@ class PageLedger:
         self._counts[Owner.SINK] = 1
         self._counts[Owner.FREE] = self.pages - 1
         self._stack = list(range(self.pages - 1, 0, -1))
+        # Whoever had the pages, the latest forward may still be busy with them.
+        self._last_forward = array("q", [self.forwards]) * self.pages
 
     def check_invariants(self) -> None:
         """Assert that every page has one owner and that all counts agree with the pages."""

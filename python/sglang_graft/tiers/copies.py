@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -41,11 +42,11 @@ class Ticket(Protocol):
 class Copier(Protocol):
     """Starts copies and orders them against the forward; never waits for either."""
 
-    def copy(self, way: Way, pairs: Pairs, after: Sequence[Ticket]) -> Ticket:
-        """Copy after every forward launched so far, earlier copies the same way, and `after`."""
+    def copy(self, way: Way, pairs: Pairs, after: Sequence[Ticket], forwards: int) -> Ticket:
+        """Copy after the first `forwards` forwards, earlier copies the same way, and `after`."""
 
-    def hold_forward(self, tickets: Sequence[Ticket]) -> None:
-        """The forward launched next, and so all later ones, come after `tickets`."""
+    def begin_forward(self, tickets: Sequence[Ticket]) -> None:
+        """A forward is launched next; it, and so all later ones, come after `tickets`."""
 
 
 def runs(pairs: Pairs) -> list[tuple[int, int, int]]:
@@ -95,12 +96,12 @@ class _Landed:
 class CpuCopier(_PageCopier):
     """Copies at once. Forwards on the CPU are over when their launch returns."""
 
-    def copy(self, way: Way, pairs: Pairs, after: Sequence[Ticket]) -> Ticket:
+    def copy(self, way: Way, pairs: Pairs, after: Sequence[Ticket], forwards: int) -> Ticket:
         start = time.perf_counter()
         self._copy(way, pairs)
         return _Landed(time.perf_counter() - start)
 
-    def hold_forward(self, tickets: Sequence[Ticket]) -> None:
+    def begin_forward(self, tickets: Sequence[Ticket]) -> None:
         assert all(ticket.done() for ticket in tickets), "a plain copy is still under way"
 
 
@@ -127,7 +128,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaCopier(_PageCopier):
-    """Two streams beside the forward's. Both memories outlive every copy, so no tensor is kept."""
+    """Two streams beside the forward's. Both memories outlive every copy, so no tensor is kept.
+
+    Before each forward an event marks the end of those before it, so that a copy can wait for the
+    first few forwards alone.
+    """
 
     def __init__(self, arena: Arena, host: HostPool, forward: Callable[[], Any]) -> None:
         """`forward` tells the stream on which forwards are launched."""
@@ -135,10 +140,14 @@ class CudaCopier(_PageCopier):
         self._forward = forward
         device = arena.buffer.device
         self._streams = {way: _stream(device) for way in Way}
+        self._begun = 0
+        self._ends: deque[tuple[int, Any]] = deque()
+        """(n, event): the event is behind the first n forwards. Rising, of forwards not over."""
+        self._over = 0
 
-    def copy(self, way: Way, pairs: Pairs, after: Sequence[Ticket]) -> Ticket:
+    def copy(self, way: Way, pairs: Pairs, after: Sequence[Ticket], forwards: int) -> Ticket:
         stream = self._streams[way]
-        stream.wait_stream(self._forward())
+        self._wait_for_forwards(stream, forwards)
         for ticket in after:
             assert isinstance(ticket, CudaTicket), f"a foreign ticket: {type(ticket).__name__}"
             stream.wait_event(ticket.event)
@@ -149,7 +158,25 @@ class CudaCopier(_PageCopier):
         event.record(stream)
         return CudaTicket(start, event)
 
-    def hold_forward(self, tickets: Sequence[Ticket]) -> None:
+    def begin_forward(self, tickets: Sequence[Ticket]) -> None:
+        forward = self._forward()
+        if not torch.cuda.is_current_stream_capturing():  # such an event would be the graph's own
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(forward)
+            self._ends.append((self._begun, event))
+        self._begun += 1
         for ticket in tickets:
             assert isinstance(ticket, CudaTicket), f"a foreign ticket: {type(ticket).__name__}"
-            self._forward().wait_event(ticket.event)
+            forward.wait_event(ticket.event)
+
+    def _wait_for_forwards(self, stream: torch.cuda.Stream, count: int) -> None:
+        """Put what `stream` gets next behind the first `count` forwards."""
+        while self._ends and self._ends[0][1].query():
+            self._over, _ = self._ends.popleft()
+        if count <= self._over:
+            return
+        event = next((event for ended, event in self._ends if ended >= count), None)
+        if event is not None:
+            stream.wait_event(event)
+        else:
+            stream.wait_stream(self._forward())

@@ -1,11 +1,11 @@
 """Loads for requests that wait: the adapter first, then its KV from the host, top-down.
 
-A request whose bytes are not there is passed over, so that others run meanwhile. How long that may
-go on is bounded: after `patience` passes in which a later request was let through, the request
-takes whatever nobody holds and nobody before it wants (KV on the host is then left there and
-computed anew), and as soon as its adapter's image is in host memory, nobody behind it starts before
-it does. What runs then ends, and an adapter that was registered fits into an empty pool. A read
-from disk blocks nobody.
+A request whose bytes are about to land starts, and its forward waits for them on the device. Any
+other is passed over, so that later ones run meanwhile. How long that may go on is bounded: after
+`patience` passes in which a later request was let through, the request takes whatever nobody holds
+and nobody before it wants (KV on the host is then left there and computed anew), and as soon as its
+adapter's image is in host memory, nobody behind it starts before it does. What runs then ends, and
+an adapter that was registered fits into an empty pool. A read from disk blocks nobody.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ PATIENCE = 4
 LOOKAHEAD = 16
 PROMOTIONS = 2
 """Passes in which KV is promoted for one request; after that it starts with what is there."""
+FOLLOW_SECONDS = 8e-3
+"""A forward waits for bytes that land sooner than this. A pass comes about one step of decoding (6
+to 20 ms) before its batch can run, so most of the copy is over by then; being passed over costs a
+request a step or two."""
 THRASH_WINDOW = 64
 """Ticks of the tree's clock within which a load after an eviction counts as thrash."""
 
@@ -90,6 +94,7 @@ class Prefetch:
     paths: Callable[[AdapterNode], tuple[str, Path]]
     lookahead: int = LOOKAHEAD
     patience: int = PATIENCE
+    follow_seconds: float = FOLLOW_SECONDS
     host_kv: bool = True
     now: Callable[[], float] = time.monotonic
     """Seconds, for the counters; no decision looks at them."""
@@ -125,9 +130,11 @@ class Prefetch:
             state = self._states[wish.key] = self._state(wish)
         if wish.key not in self._ahead:
             state.need = self._look(wish)
-        elif state.need is Need.NOTHING and wish.node.state is not State.RESIDENT:
+        elif state.need in (Need.NOTHING, Need.COPY) and wish.node.state is State.ABSENT:
             state.need = Need.ROOM  # it has left since this pass began
         blocked = self._blocker not in (None, wish.key)
+        if state.need is Need.COPY and not blocked and self._follow(wish):
+            state.need = Need.NOTHING
         if state.need is Need.NOTHING and not blocked:
             self._stop_waiting(state)
             self._overtake()
@@ -184,6 +191,17 @@ class Prefetch:
         path = self.tree.peek(wish.node, wish.tokens, salt=wish.salt)
         on_its_way = any(node.pages and not self.tree.is_landed(node) for node in path)
         return Need.COPY if on_its_way and not self._is_overdue(wish) else Need.NOTHING
+
+    def _follow(self, wish: Wish) -> bool:
+        """Let the next forward wait for what this wish still waits for, if that is short."""
+        path = self.tree.peek(wish.node, wish.tokens, salt=wish.salt)
+        coming: list[Node] = [wish.node] if wish.node.state is State.LOADING else []
+        coming += [node for node in path if node.pages and not self.tree.is_landed(node)]
+        pages = self.transfers.pages_until_landed(coming)
+        if pages is None or self.rates.load_seconds(pages * self.page_bytes) > self.follow_seconds:
+            return False
+        self.transfers.follow(coming)
+        return True
 
     def _bring_adapter(self, wish: Wish) -> Need:
         node, host = wish.node, self.tree.host

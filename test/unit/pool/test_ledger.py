@@ -64,6 +64,22 @@ def test_move_changes_the_owner_only() -> None:
     ledger.check_invariants()
 
 
+def test_which_forwards_may_have_touched_pages_before_they_were_free() -> None:
+    ledger = PageLedger(6)
+    assert ledger.last_forward([1, 5]) == 0
+    assert ledger.last_forward([]) == 0
+    pages = ledger.take(3, Owner.KV_RUNNING)
+    assert pages == [1, 2, 3]
+    ledger.forwards = 4
+    ledger.give([2], Owner.KV_RUNNING, last_forward=3)
+    ledger.give([1], Owner.KV_RUNNING)
+    assert [ledger.last_forward([page]) for page in (1, 2, 4)] == [4, 3, 0]
+    assert ledger.last_forward([4, 2, 1]) == 4
+    ledger.forwards = 7
+    ledger.reset()
+    assert ledger.last_forward([4]) == 7, "whoever had it may have used it until here"
+
+
 def test_reset_gives_a_new_ledger() -> None:
     ledger = PageLedger(4, reserve=1)
     ledger.take(3, Owner.KV_RUNNING)

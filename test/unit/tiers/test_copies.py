@@ -25,11 +25,11 @@ def test_pages_go_there_and_back() -> None:
     copier = CpuCopier(arena, host)
     image = torch.randint(0, 256, (3, LAYOUT.page_bytes), dtype=torch.uint8)
     host.write([4, 1, 2], image)
-    assert copier.copy(Way.LOAD, [(4, 2), (1, 3), (2, 4)], []).done()
+    assert copier.copy(Way.LOAD, [(4, 2), (1, 3), (2, 4)], [], 0).done()
     for row, page in enumerate((2, 3, 4)):
         assert torch.equal(arena.page_view(page), image[row])
     host.buffer.zero_()
-    copier.copy(Way.STORE, [(3, 4), (4, 3)], [])
+    copier.copy(Way.STORE, [(3, 4), (4, 3)], [], 0)
     assert torch.equal(host.row(3), image[2])
     assert torch.equal(host.row(4), image[1])
     assert not arena.page_view(0).any()
@@ -38,7 +38,7 @@ def test_pages_go_there_and_back() -> None:
 def test_the_sink_takes_part_in_no_copy() -> None:
     copier = CpuCopier(Arena(LAYOUT, 3, "cpu"), HostPool(2, LAYOUT.page_bytes, pin=False))
     with pytest.raises(AssertionError, match="page 0 is the sink"):
-        copier.copy(Way.LOAD, [(1, 0)], [])
+        copier.copy(Way.LOAD, [(1, 0)], [], 0)
 
 
 def test_memory_is_page_locked_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,18 @@
 from collections.abc import Callable
 
 import pytest
-from helpers_tiers import Request, World
+from helpers_tiers import PAGE_BYTES, Request, World
 
 from sglang_graft.cache import State
 from sglang_graft.pool import Owner
 from sglang_graft.tiers import IdlePromotion
 
+NEVER = -1.0
 
-def world_with(pages: int, host_pages: int, *sizes: int, **prefetch: int) -> World:
-    world = World(pages, host_pages, **prefetch)
+
+def world_with(pages: int, host_pages: int, *sizes: int, **prefetch: float) -> World:
+    """No forward waits for a copy unless `follow_seconds` says so."""
+    world = World(pages, host_pages, **{"follow_seconds": NEVER} | prefetch)
     for number, size in enumerate(sizes):
         world.register(number, size)
         world.settle()
@@ -52,6 +55,42 @@ def test_a_cold_adapter_waits_for_its_copy_alone() -> None:
     assert run(world, cold) == 1
     world.settle()
     world.check()
+
+
+def test_a_cold_adapter_starts_in_its_first_pass_when_its_copy_is_short() -> None:
+    world = world_with(40, 40, 3, 4, follow_seconds=1.0)
+    cold, base = world.enqueue(0, (1, 1)), world.enqueue(None, (0,))
+    world.step()
+    assert world.running == [cold, base]
+    assert world.counters.total.passes_waited == 0
+    world.check()
+    world.settle()
+
+
+def test_a_forward_waits_for_so_many_copies_and_no_more() -> None:
+    size = 3
+    one = World(40, 40).rates.meter.load_seconds(size * PAGE_BYTES)
+    world = world_with(40, 40, size, size, size, follow_seconds=2.5 * one)
+    world.rates.meter.smallest_copy = 1 << 40  # the price of a copy stays
+    requests = [world.enqueue(number, (1,)) for number in range(3)]
+    world.step()
+    assert world.running == requests[:2]
+    world.check()
+    world.copier.drain()
+    assert run(world, requests[2]) == 1
+    world.settle()
+
+
+def test_who_lost_its_load_within_a_pass_does_not_start() -> None:
+    world = world_with(40, 40, 3, follow_seconds=1.0)
+    request = world.enqueue(0, (1,))
+    assert request
+    world.tiers.step([request.wish])
+    world.tree.trim(world.nodes[0])
+    assert not world.prefetch.may_start(request.wish)
+    world.check()
+    assert run(world, request) == 1
+    world.settle()
 
 
 def test_fifty_first_uses_are_one_load() -> None:

@@ -9,7 +9,7 @@ from sglang_graft.cache.shares import Share
 
 
 def world_of(pages: int, *sizes: int) -> World:
-    world = World(pages, 40)
+    world = World(pages, 40, follow_seconds=-1.0)  # no forward waits for a copy
     for number, size in enumerate(sizes):
         world.register(number, size)
         world.settle()

@@ -28,10 +28,17 @@ class TierMachine(RuleBasedStateMachine):
         host_pages=st.integers(5, 60),
         patience=st.integers(0, 3),
         lookahead=st.integers(1, 5),
+        follow_seconds=st.sampled_from([-1.0, 5e-8, 1.0]),
         policy=st.sampled_from(policy_names()),
     )
     def start(
-        self, pages: int, host_pages: int, patience: int, lookahead: int, policy: str
+        self,
+        pages: int,
+        host_pages: int,
+        patience: int,
+        lookahead: int,
+        follow_seconds: float,
+        policy: str,
     ) -> None:
         self.worlds = [
             World(
@@ -40,6 +47,7 @@ class TierMachine(RuleBasedStateMachine):
                 make_policy(policy, Prices(PAGE_BYTES, PAGE_TOKENS, host_tier=True)),
                 patience=patience,
                 lookahead=lookahead,
+                follow_seconds=follow_seconds,
             )
             for _ in range(2)
         ]

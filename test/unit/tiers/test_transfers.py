@@ -1,5 +1,7 @@
 """Fences: what writes a page comes after the copy that still has it, whatever ends first."""
 
+from dataclasses import replace
+
 import pytest
 from helpers_tiers import PAGE_TOKENS, World, kv_tag, tokens_of, weight_tag
 
@@ -25,8 +27,8 @@ def test_a_load_into_evicted_pages_comes_after_their_write_back() -> None:
     world.register(0, 5)
     world.settle()
     stored(world, (0, 1, 0, 1))
+    world.ledger.take(world.ledger.free - 1, Owner.KV_RUNNING)
     assert world.tree.evict(12) == 4
-    world.ledger.take(world.ledger.free - 5, Owner.KV_RUNNING)
     wish = world.enqueue(0, (1,))
     assert wish
     world.tiers.step([wish.wish])
@@ -131,3 +133,123 @@ def test_a_copy_of_a_page_that_is_being_copied_is_a_fault() -> None:
     assert len(node.key) == 2 * PAGE_TOKENS * 8
     with pytest.raises(AssertionError, match="is in a copy already"):
         world.transfers.store(node)
+
+
+def cold_in_a_pool_with_free_pages() -> World:
+    """A registered adapter of 5 pages, and a forward of the base model that has not run."""
+    world = World(20, 30)
+    world.register(0, 5)
+    world.settle()
+    world.enqueue(None, (1, 1))
+    world.step()
+    return world
+
+
+def test_a_load_into_pages_that_no_forward_touches_runs_beside_it() -> None:
+    world = cold_in_a_pool_with_free_pages()
+    wish = world.enqueue(0, (1,))
+    assert wish
+    world.tiers.step([wish.wish])
+    while world.copier.advance("load"):
+        pass
+    assert len(world.transfers.poll()) == 1
+    assert world.nodes[0].state is State.RESIDENT
+    world.check()
+
+
+def test_a_load_into_pages_that_were_used_long_ago_runs_beside_later_forwards() -> None:
+    world = World(12, 30)
+    world.register(0, 5)
+    world.settle()
+    world.enqueue(None, (0, 1, 0, 1))
+    world.step()
+    world.finish(0)
+    world.settle()  # this KV has a copy, and nobody reads it from here on
+    world.enqueue(None, (1, 1, 1, 1))
+    world.step()  # this forward does not run
+    wish = world.enqueue(0, (1,))
+    assert wish
+    world.tiers.step([wish.wish])
+    assert world.tree.demoted_pages > 0, "its pages were in use"
+    while world.copier.advance("load"):
+        pass
+    assert len(world.transfers.poll()) == 1
+    world.copier.drain()
+    world.check_bytes()
+
+
+def test_a_followed_load_can_be_used_at_once_and_holds_the_forward() -> None:
+    world = cold_in_a_pool_with_free_pages()
+    request = world.enqueue(0, (1,))
+    assert request
+    world.step()
+    assert request in world.running
+    assert world.nodes[0].state is State.RESIDENT
+    world.check()
+    while world.copier.advance("forward"):
+        pass
+    assert world.copier.queues["forward"], "its forward waits for the copy"
+    assert world.counters.total.seconds_waited == 0
+    world.copier.drain()
+    world.transfers.poll()
+    assert world.transfers.adapter_pages_loaded == 5
+    assert world.transfers.load_seconds.count == 1
+    world.check()
+    world.check_bytes()
+
+
+def test_followed_kv_is_part_of_the_match() -> None:
+    world = World(12, 30)
+    stored(world, (0, 1, 0, 1))
+    world.settle()
+    world.tree.evict(12)
+    world.rates.meter.current = replace(world.rates.meter.current, prefill_s_per_token=1.0)
+    request = world.enqueue(None, (0, 1, 0, 1))
+    assert request
+    world.step()
+    assert request.cached == 4
+    world.check()
+    world.copier.drain()
+    world.transfers.poll()
+    world.check()
+
+
+def test_pages_of_a_followed_load_that_leave_are_filled_again_behind_it() -> None:
+    world = cold_in_a_pool_with_free_pages()
+    world.register(1, 5)
+    world.settle()
+    request = world.enqueue(0, (1,))
+    assert request
+    world.tiers.step([request.wish])
+    assert world.prefetch.may_start(request.wish)
+    pages = list(world.nodes[0].pages)
+    world.tree.trim(world.nodes[0])
+    world.tree.load(world.nodes[1])
+    assert world.nodes[1].pages == pages
+    world.transfers.load(world.nodes[1])
+    world.check()
+    world.queue.clear()
+    world.copier.drain()
+    world.transfers.poll()
+    world.check()
+    world.check_bytes()
+
+
+def test_how_far_a_load_is_from_landing() -> None:
+    world = World(30, 30)
+    for number, size in enumerate((5, 3, 4)):
+        world.register(number, size)
+        world.settle()
+    first, second, third = world.nodes.values()
+    for node in (first, second):
+        world.tree.load(node)
+        world.transfers.load(node)
+    world.tree.load(third)  # its copy has not begun
+    transfers = world.transfers
+    assert transfers.pages_until_landed([first]) == 5
+    assert transfers.pages_until_landed([second]) == 8
+    assert transfers.pages_until_landed([second, first]) == 8
+    assert transfers.pages_until_landed([]) == 0
+    assert transfers.pages_until_landed([first, third]) is None
+    with pytest.raises(AssertionError, match="no load into node"):
+        transfers.follow([third])
