@@ -291,7 +291,7 @@ class UnifiedTree(TreePages):
         if node.pages:
             owner = self._owner(node)
             void, node.pages = node.pages, pages
-            self._free(void, owner, self.ledger.forwards)
+            self._free(void, owner, node.last_forward)
             node.last_forward = self.ledger.forwards
         else:
             self._place(node, pages, self.ledger.forwards)

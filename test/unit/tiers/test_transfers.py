@@ -214,6 +214,24 @@ def test_followed_kv_is_part_of_the_match() -> None:
     world.check()
 
 
+def test_kv_computed_anew_while_its_copy_is_under_way_belongs_to_that_forward() -> None:
+    world = World(20, 30)
+    stored(world, (0, 1, 0, 1))
+    world.settle()
+    world.tree.evict(20)
+    node = world.tree.peek(world.tree.base, tokens_of((0, 1, 0, 1)))[0]
+    assert world.tree.promote(node)
+    world.transfers.load(node)
+    request = world.enqueue(None, (0, 1, 0, 1))
+    assert request
+    assert world.start(request)
+    assert request.cached == 0
+    world.finish(0)
+    assert node.last_forward == world.ledger.forwards
+    world.check()
+    world.settle()
+
+
 def test_pages_of_a_followed_load_that_leave_are_filled_again_behind_it() -> None:
     world = cold_in_a_pool_with_free_pages()
     world.register(1, 5)
