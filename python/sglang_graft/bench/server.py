@@ -48,7 +48,9 @@ def command(
     line = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(settings.model)]
     line += ["--host", HOST, "--port", str(port), "--dtype", settings.shape.dtype_name]
     line += ["--max-total-tokens", str(split.kv_tokens), "--enable-cache-report"]
-    line += ["--page-size", str(settings.shape.page_tokens)]
+    if peer.engine == "graft" or settings.device == "cuda":
+        # Stock SGLang's allocator of pages needs a GPU; there, one token is a page.
+        line += ["--page-size", str(settings.shape.page_tokens)]
     # One request after the other fails where it stands, not the server: logs stay readable.
     line += ["--log-level", "warning", *settings.more.get("all", ())]
     if peer.engine == "graft":

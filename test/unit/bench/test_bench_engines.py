@@ -335,6 +335,10 @@ def test_command_lines(model: Path, shape: ModelShape) -> None:
     for line in lines:
         assert line[line.index("--max-total-tokens") + 1] == "64"
         assert line[line.index("--attention-backend") + 1] == "x"
+        assert line[line.index("--page-size") + 1] == str(shape.page_tokens)
+    on_cpu = replace(settings, device="cpu")
+    lines_there = [command(peer, cut, folders, on_cpu, 5) for peer in (graft, stock, base)]
+    assert ["--page-size" in line for line in lines_there] == [True, False, False]
     assert [("--g" in line, "--s" in line) for line in lines] == [
         (True, False),
         (False, True),
