@@ -130,8 +130,11 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         self.last_rows = _split(taken, fresh.tolist())
         if not taken:
             return last_loc.to(torch.int64) + 1
+        starts = np.asarray(taken, dtype=np.int64) * self.pool.layout.ids_per_page
+        if len(taken) == len(fresh):
+            return upload(starts, self.device)
         first = np.full(len(fresh), -1, dtype=np.int64)
-        first[fresh] = np.asarray(taken, dtype=np.int64) * self.pool.layout.ids_per_page
+        first[fresh] = starts
         new = upload(first, self.device)
         return torch.where(new >= 0, new, last_loc.to(torch.int64) + 1)
 
