@@ -7,6 +7,7 @@ of slots, rows and rank tiles, never of addresses or widths.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,8 +93,7 @@ class Plan:
                 f"Plan.fill: wanted one length for each of {len(slots)} slots and at most "
                 f"{self.max_tokens} rows, got {len(lengths)} lengths of {total} rows"
             )
-        requests = np.array([slots, lengths], dtype=np.int64)
-        order, blocks = _group(requests[0], requests[1], self.shape.block_rows)
+        order, blocks = _group(slots, lengths, self.shape.block_rows)
         items = _items(blocks, rank_tiles)
         # Entries that the last batch used and this one does not have to become zero again.
         listed = max(len(items), self._used_items)
@@ -125,10 +125,12 @@ class Plan:
 
 
 def _group(
-    slots: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], block_rows: int
-) -> tuple[npt.NDArray[np.int64], Numbers]:
+    slots: Sequence[int], lengths: Sequence[int], block_rows: int
+) -> tuple[npt.NDArray[np.integer[Any]], Numbers]:
     """Tokens sorted by slot, without slot 0, and blocks `[n, 3]`: slot, first position, rows."""
-    of_token = np.repeat(slots, lengths)
+    if len(slots) == 1:
+        return _whole(slots[0], lengths[0], block_rows)
+    of_token = np.repeat(np.asarray(slots, dtype=np.int64), lengths)
     # Stable, so that rows of one adapter keep their order and usually adjoin.
     order = np.argsort(of_token, kind="stable")
     order = order[np.searchsorted(of_token[order], 1) :]
@@ -141,10 +143,24 @@ def _group(
     return order, np.array(blocks, dtype=np.int32).reshape(-1, 3)
 
 
+def _whole(slot: int, total: int, block_rows: int) -> tuple[Numbers, Numbers]:
+    """What `_group` returns for one request."""
+    total = total if slot else 0
+    firsts = np.arange(0, total, block_rows, dtype=np.int32)
+    blocks = np.empty((len(firsts), 3), dtype=np.int32)
+    blocks[:, 0] = slot
+    blocks[:, 1] = firsts
+    blocks[:, 2] = np.minimum(total - firsts, block_rows)
+    return np.arange(total, dtype=np.int32), blocks
+
+
 def _items(blocks: Numbers, rank_tiles: Numbers) -> Numbers:
     tiles = rank_tiles[blocks[:, 0]]
-    tile = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    return np.column_stack([np.repeat(blocks, tiles, axis=0), tile]).astype(np.int32)
+    ends = np.cumsum(tiles)
+    items = np.empty((int(ends[-1]) if len(ends) else 0, ITEM), dtype=np.int32)
+    items[:, :3] = blocks.repeat(tiles, axis=0)
+    items[:, 3] = np.arange(len(items)) - (ends - tiles).repeat(tiles)
+    return items
 
 
 def _parts(blocks: Numbers, programs: int) -> Numbers:
@@ -152,8 +168,8 @@ def _parts(blocks: Numbers, programs: int) -> Numbers:
         return np.zeros((0, PART), dtype=np.int32)
     each = programs // len(blocks)
     assert each >= 1, f"{len(blocks)} blocks for {programs} programs"
-    parts = np.zeros((len(blocks) * each, PART), dtype=np.int32)
-    parts[:, :3] = np.repeat(blocks, each, axis=0)
-    parts[:, 3] = np.tile(np.arange(each), len(blocks))
-    parts[:, 4] = each
-    return parts
+    parts = np.zeros((len(blocks), each, PART), dtype=np.int32)
+    parts[:, :, :3] = blocks[:, None]
+    parts[:, :, 3] = np.arange(each)
+    parts[:, :, 4] = each
+    return parts.reshape(-1, PART)

@@ -35,6 +35,7 @@ class PointerTable:
         self.addresses = self.host_addresses.to(self.device)
         self.ranks = self.host_ranks.to(self.device)
         self.scales = self.host_scales.to(self.device)
+        self._rank_tiles: npt.NDArray[np.int32] = np.zeros(slots, dtype=np.int32)
 
     def set(
         self, slot: int, image: AdapterImage, pages: list[int], base_address: int, page_bytes: int
@@ -65,10 +66,8 @@ class PointerTable:
         self._refresh(slot)
 
     def rank_tiles(self) -> npt.NDArray[np.int32]:
-        """Rank tiles of each slot's widest linear, int32 `[slots]`."""
-        tile = self.tile_map.rank_tile
-        widest: npt.NDArray[np.int32] = self.host_ranks.amax(dim=1).numpy()
-        return (widest + tile - 1) // tile
+        """Rank tiles of each slot's widest linear, int32 `[slots]`. Do not write to it."""
+        return self._rank_tiles
 
     def _check_slot(self, slot: int) -> None:
         if not 1 <= slot < self.slots:
@@ -77,6 +76,7 @@ class PointerTable:
             )
 
     def _refresh(self, slot: int) -> None:
+        self._rank_tiles[slot] = -(-int(self.host_ranks[slot].max()) // self.tile_map.rank_tile)
         for host, device in self._pairs():
             if host is not device:
                 # A fresh pinned copy, because the host row may change again before the copy has
@@ -98,6 +98,8 @@ class PointerTable:
         for slot in range(1, self.slots):
             present = self.host_addresses[slot].nonzero().flatten().tolist()
             assert present == self._wanted_tiles(slot), f"slot {slot}: tiles do not fit its ranks"
+        tiles = -(-self.host_ranks.amax(dim=1).numpy() // self.tile_map.rank_tile)
+        assert np.array_equal(tiles, self._rank_tiles), f"rank tiles {tiles}, {self._rank_tiles}"
 
     def _wanted_tiles(self, slot: int) -> list[int]:
         """What the ranks ask for, and each vector whose first chunk is there, as a whole.

@@ -5,7 +5,8 @@ KV and running KV take pages from one ledger, in any order, without asking the d
 numbers. SGLang's own paged allocator keeps its free list on the device and needs Triton.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ IdArray = npt.NDArray[np.int64]
 
 def upload(ids: IdArray, device: torch.device | str) -> torch.Tensor:
     """Host ids as an int64 tensor on `device`, without waiting for the copy."""
+    if not len(ids):
+        return torch.empty(0, dtype=torch.int64, device=device)  # no pinned memory, no copy
     host = torch.from_numpy(np.ascontiguousarray(ids))
     if torch.device(device).type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
@@ -94,20 +97,26 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         knows; all other ids are made here.
         """
         size = self.page_size
-        starts, ends = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
-        counts = (-(-ends // size)) - (-(-starts // size))
-        taken = self.pool.ledger.take(int(counts.sum()), Owner.KV_RUNNING)
+        starts, ends = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist()
+        # Where the first own page of each request begins.
+        heads = [-(-start // size) * size for start in starts]
+        counts = [-(-(end - head) // size) for end, head in zip(ends, heads, strict=True)]
+        taken = self.pool.ledger.take(sum(counts), Owner.KV_RUNNING)
         if taken is None:
             return None
         self.last_rows = _split(taken, counts)
-        tails = np.minimum(ends, -(-starts // size) * size) - starts
+        if starts == heads and len(starts) == 1:
+            return upload(self._ids(taken, ends[0] - starts[0]), self.device)
+        rows = list(zip(starts, ends, heads, strict=True))
+        tails = [min(end, head) - start for start, end, head in rows]
+        lengths = [end - start for start, end, _ in rows]
         parts = [
-            np.concatenate([np.zeros(tail, np.int64), self._ids(pages, int(end - start - tail))])
-            for tail, pages, start, end in zip(tails, self.last_rows, starts, ends, strict=True)
+            np.concatenate([np.zeros(tail, np.int64), self._ids(pages, length - tail)])
+            for tail, pages, length in zip(tails, self.last_rows, lengths, strict=True)
         ]
         ids = upload(np.concatenate(parts), self.device)
-        if tails.any():
-            ids += self._tail_ids(tails, ends - starts, last_loc)
+        if any(tails):
+            ids += self._tail_ids(tails, lengths, last_loc)
         return ids
 
     def alloc_decode(
@@ -118,11 +127,14 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         taken = self.pool.ledger.take(int(fresh.sum()), Owner.KV_RUNNING)
         if taken is None:
             return None
-        self.last_rows = _split(taken, fresh.astype(np.int64))
+        self.last_rows = _split(taken, fresh.tolist())
         if not taken:
             return last_loc.to(torch.int64) + 1
+        starts = np.asarray(taken, dtype=np.int64) * self.pool.layout.ids_per_page
+        if len(taken) == len(fresh):
+            return upload(starts, self.device)
         first = np.full(len(fresh), -1, dtype=np.int64)
-        first[fresh] = np.asarray(taken, dtype=np.int64) * self.pool.layout.ids_per_page
+        first[fresh] = starts
         new = upload(first, self.device)
         return torch.where(new >= 0, new, last_loc.to(torch.int64) + 1)
 
@@ -135,7 +147,9 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
     def _ids(self, pages: list[int], tokens: int) -> IdArray:
         return self.pool.layout.dense_ids(pages)[:tokens]
 
-    def _tail_ids(self, tails: IdArray, lengths: IdArray, last_loc: torch.Tensor) -> torch.Tensor:
+    def _tail_ids(
+        self, tails: list[int], lengths: list[int], last_loc: torch.Tensor
+    ) -> torch.Tensor:
         """Ids of tokens that finish a page begun earlier, 0 elsewhere, `[sum(lengths)]`."""
         parts, rows = [], []
         for row, (tail, length) in enumerate(zip(tails, lengths, strict=True)):
@@ -146,11 +160,10 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         return torch.where(step > 0, last_loc.to(torch.int64)[row_of] + step, 0)
 
 
-def _split(pages: list[int], counts: IdArray) -> list[list[int]]:
-    ends = np.cumsum(counts)
-    return [
-        pages[end - count : end] for end, count in zip(ends.tolist(), counts.tolist(), strict=True)
-    ]
+def _split(pages: list[int], counts: Sequence[int]) -> list[list[int]]:
+    """The next `counts[i]` pages for request i."""
+    ends = list(accumulate(counts))
+    return [pages[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
 def build_allocator(

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
@@ -40,6 +41,8 @@ from sglang_graft.engine.tenancy import Tenancy
 from sglang_graft.engine.waiting import WaitingRequests
 from sglang_graft.pool import Owner
 from sglang_graft.tiers import Residency, Tiers
+
+_NO_IDS = np.empty(0, dtype=np.int64)
 
 
 def _tokens(ids: Any, length: int) -> "array[int]":
@@ -119,8 +122,9 @@ class GraftPrefixCache(BasePrefixCache):
             tokens = _tokens(key, len(key) // self.page_size * self.page_size)
             pages, node = self.tree.match(adapter, tokens, salt=salt)
             self._checked()
+        ids = self.pool.layout.dense_ids(pages) if pages else _NO_IDS
         return MatchResult(
-            device_indices=upload(self.pool.layout.dense_ids(pages), self.device),
+            device_indices=upload(ids, self.device),
             last_device_node=node,
             last_host_node=node,
             best_match_node=node,

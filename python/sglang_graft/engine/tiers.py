@@ -27,7 +27,7 @@ def note_forward_stream(scheduler: Any) -> None:
 
     Without overlap scheduling that is the stream of the scheduler's own loop.
     """
-    if not _forward and torch.cuda.is_available() and str(scheduler.device).startswith("cuda"):
+    if not _forward and str(scheduler.device).startswith("cuda") and torch.cuda.is_available():
         overlap = scheduler.enable_overlap
         _forward.append(scheduler.forward_stream if overlap else torch.cuda.current_stream())
 

@@ -9,6 +9,8 @@ with it every request of everybody.
 
 import re
 from collections.abc import Awaitable, Callable
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -60,6 +62,7 @@ _PLAIN = [
     *("bootstrap_port", "bootstrap_room", "routed_dp_rank", "disagg_prefill_dp_rank"),
 ]
 _REQUEST = msgspec.defstruct("RequestInput", _optional_fields(TokenizedGenerateReqInput, _PLAIN))
+_plain_values = attrgetter(*_PLAIN)
 
 
 def create(original: Callable[..., Any], self: Any, obj: Any, *args: Any, **more: Any) -> Any:
@@ -89,13 +92,18 @@ async def tokenize(original: Callable[..., Awaitable[Any]], self: Any, obj: Any)
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
+@cache
+def _names(struct: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(struct.__struct_fields__)
+
+
 def check_fields(name: str, given: Any, wanted: type[msgspec.Struct]) -> None:
     """ValueError for a field that `wanted` lacks, or of another type."""
     if not isinstance(given, dict):
         raise ValueError(f"{name}: wanted an object, got {type(given).__name__}")
-    unknown = sorted(map(str, given.keys() - set(wanted.__struct_fields__)))
+    unknown = given.keys() - _names(wanted)
     if unknown:
-        raise ValueError(f"{name}: no field is named {', '.join(unknown)}")
+        raise ValueError(f"{name}: no field is named {', '.join(sorted(map(str, unknown)))}")
     try:
         msgspec.convert(given, wanted)
     except msgspec.ValidationError as error:
@@ -121,7 +129,7 @@ def check_ranges(params: Any, vocabulary: int) -> None:
 
 
 def _check_request(made: Any, vocabulary: int) -> None:
-    check_fields("request", {name: getattr(made, name) for name in _PLAIN}, _REQUEST)
+    check_fields("request", dict(zip(_PLAIN, _plain_values(made), strict=True)), _REQUEST)
     if made.session_params is not None:
         session = msgspec.structs.asdict(made.session_params)
         check_fields("session_params", session, _SESSION)

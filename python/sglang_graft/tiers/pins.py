@@ -27,6 +27,8 @@ class Pins:
 
     def nodes(self) -> list[AdapterNode]:
         """The pinned nodes, each once, in the order in which they were pinned."""
+        if not self._held:
+            return []
         return list({node.serial: node for node in self._held.values()}.values())
 
     def count(self, node: AdapterNode) -> int:

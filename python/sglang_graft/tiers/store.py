@@ -130,6 +130,8 @@ class AdapterStore:
 
         Whoever takes a `Packed` from here passes it on to `fill` or `forget`.
         """
+        if not (self._filling or self._reading or self._waiting):
+            return []  # on all ranks alike, so that they have nothing to agree upon
         for _ in range(self.agree(_ended(filling[0] for filling in self._filling))):
             future, done, foreign = self._filling.popleft()
             future.result()

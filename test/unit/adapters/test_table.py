@@ -111,6 +111,20 @@ def test_check_invariants_sees_broken_rows() -> None:
         table.check_invariants()
 
 
+def test_rank_tiles_follow_the_slots() -> None:
+    table = PointerTable(3, TILES, "cpu")
+    assert table.rank_tiles().tolist() == [0, 0, 0]
+    for rank, tiles in ((32, 2), (2, 1)):  # of 16 ranks each
+        table.set(1, image(rank), list(range(1, len(image(rank).pages) + 1)), BASE, 2048)
+        assert table.rank_tiles().tolist() == [0, tiles, 0]
+        table.check_invariants()
+    table.clear(1)
+    assert table.rank_tiles().tolist() == [0, 0, 0]
+    table._rank_tiles[2] = 1
+    with pytest.raises(AssertionError, match="rank tiles"):
+        table.check_invariants()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_table_is_refreshed_in_place() -> None:

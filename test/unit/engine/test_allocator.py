@@ -70,6 +70,17 @@ def test_decode_takes_a_page_only_at_its_first_token() -> None:
     assert step.tolist() == [4 * LAYOUT.ids_per_page, int(last[1]) + 1]
 
 
+def test_decode_of_first_tokens_alone_asks_the_device_nothing() -> None:
+    allocator = make()
+    assert extend(allocator, [0, 0], [16, 32], [-1, -1]) is not None
+    lengths, nowhere = torch.tensor([17, 33]), torch.tensor([-7, -7])
+    step = allocator.alloc_decode(lengths, lengths, nowhere)
+    assert step is not None
+    assert allocator.last_rows == [[4], [5]]
+    assert step.tolist() == [4 * LAYOUT.ids_per_page, 5 * LAYOUT.ids_per_page]
+    assert step.dtype == torch.int64
+
+
 def test_no_room_is_none_and_takes_nothing() -> None:
     allocator = make(pages=3)
     assert extend(allocator, [0], [33], [-1]) is None

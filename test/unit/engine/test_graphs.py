@@ -1,13 +1,22 @@
-"""Both decode graphs of a batch size read the attention plan that is refreshed."""
+"""Graphs with and without adapters: which are captured, which is replayed, and what both read."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.model_executor.runner_utils import capture_mode
 
-from sglang_graft.engine.graphs import share_wrappers
+from sglang_graft.engine.graphs import (
+    BASE_PREFILL_ROWS,
+    HOOKS,
+    capture_prefill,
+    is_recording_adapters,
+    replay_prefill,
+    share_wrappers,
+)
+from sglang_graft.engine.hooks import problem
 
 
 class Backend(SimpleNamespace):
@@ -58,3 +67,80 @@ def test_prefill_is_left_alone() -> None:
     capture_mode._set_capture_lora_variant("nolora")
     assert backend.prepare(4, ForwardMode.EXTEND).decode_wrappers
     assert not backend.decode_cuda_graph_metadata
+
+
+class Breakable(SimpleNamespace):
+    """SGLang's backend of prefill graphs: a graph is what was to be applied at its capture."""
+
+    def __init__(self) -> None:
+        lora_backend = SimpleNamespace(batch_info="of this batch")
+        manager = SimpleNamespace(lora_backend=lora_backend)
+        super().__init__(_graphs={}, _model_runner=SimpleNamespace(lora_manager=manager))
+        self.lora_backend = lora_backend
+
+    def capture(self, size: int, label: str | None = None, *, fails: bool = False) -> None:
+        def forward() -> Any:
+            capturing = capture_mode.get_capture_lora_variant()
+            assert not (fails and capturing), "no memory"
+            return self.lora_backend.batch_info, capturing
+
+        capture_prefill(_capture_one, self, ShapeKey(size, variant_label=label), forward)
+
+    def replay(self, size: int, ids: list[str | None] | None, label: str | None = None) -> Any:
+        batch = SimpleNamespace(lora_ids=ids)
+        return replay_prefill(_replay, self, ShapeKey(size, variant_label=label), batch)
+
+
+def _capture_one(
+    self: Any, shape_key: ShapeKey, forward_fn: Any, capture_inputs: Any, hook: Any
+) -> None:
+    assert shape_key not in self._graphs
+    self._graphs[shape_key] = forward_fn()
+
+
+def _replay(self: Any, shape_key: ShapeKey, static_forward_batch: Any) -> Any:
+    return self._graphs[shape_key]
+
+
+WITH, WITHOUT = ("of this batch", None), (None, "nolora")
+
+
+def test_a_short_prompt_of_the_base_model_replays_a_graph_without_adapters() -> None:
+    backend = Breakable()
+    for size in (BASE_PREFILL_ROWS + 1, BASE_PREFILL_ROWS, 4):
+        backend.capture(size)
+        assert backend.lora_backend.batch_info == "of this batch"
+        assert capture_mode.get_capture_lora_variant() is None
+    for size in (4, BASE_PREFILL_ROWS):
+        assert backend.replay(size, [None, None]) == WITHOUT
+        assert backend.replay(size, [None, "a"]) == WITH
+    assert backend.replay(BASE_PREFILL_ROWS + 1, [None]) == WITH, "too long for a graph of its own"
+
+
+def test_variants_of_decode_graphs_are_left_alone() -> None:
+    backend = Breakable()
+    for label in ("lora", "nolora"):
+        backend.capture(4, label)
+        assert set(backend._graphs) >= {ShapeKey(4, variant_label=label)}
+        assert backend.replay(4, [None], label) == WITH, "what its own runner chose"
+    assert len(backend._graphs) == 2
+
+
+def test_a_capture_that_fails_leaves_the_batch_as_it_was() -> None:
+    backend = Breakable()
+    with pytest.raises(AssertionError, match="no memory"):
+        backend.capture(4, fails=True)
+    assert backend.lora_backend.batch_info == "of this batch"
+    assert capture_mode.get_capture_lora_variant() is None
+
+
+def test_no_adapter_is_recorded_for_the_base_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_mode, "is_capture_mode", True)
+    assert is_recording_adapters()
+    capture_mode._set_capture_lora_variant("nolora")
+    assert not is_recording_adapters()
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])
+def test_targets_are_those_of_this_sglang(hook: Any) -> None:
+    assert problem(hook, live=False) is None

@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from starlette.testclient import TestClient
 
 from sglang_graft.serving import request_id
@@ -47,6 +47,21 @@ def test_what_must_not_stand_in_a_log_is_replaced(client: TestClient, header: st
 def test_without_a_header_each_request_has_another(client: TestClient) -> None:
     assert len({client.get("/ask").headers["x-request-id"] for _ in range(3)}) == 3
     assert "x-request-id" in client.get("/nowhere").headers
+
+
+def test_a_route_cannot_answer_with_another_id() -> None:
+    app = FastAPI()
+
+    @app.get("/ask")
+    async def ask(response: Response) -> None:
+        response.headers["X-Request-Id"] = "its own"
+        response.headers["X-Other"] = "stays"
+
+    app.add_middleware(RequestId)
+    headers = TestClient(app).get("/ask", headers={"X-Request-Id": "the client's"}).headers
+    assert headers.get_list("x-request-id") != ["its own"]
+    assert len(headers.get_list("x-request-id")) == 1
+    assert headers["x-other"] == "stays"
 
 
 def test_outside_of_a_request_nothing_is_noted() -> None:

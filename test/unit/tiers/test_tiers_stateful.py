@@ -166,7 +166,7 @@ class TierMachine(RuleBasedStateMachine):
         for world in getattr(self, "worlds", []):
             world.disk.missing.clear()
             world.disk.changed.clear()
-            for _ in range(200):
+            for _ in range(200 + len(world.queue) + len(world.running)):  # one ends in each
                 if not world.queue and not world.running:
                     break
                 world.settle()
