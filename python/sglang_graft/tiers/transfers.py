@@ -115,6 +115,8 @@ class Transfers:
         landed = []
         for way in Way:
             queue = self._under_way[way]
+            if not queue:
+                continue  # for every rank alike
             count = 0
             for copy in queue:
                 if not copy.ticket.done():
