@@ -23,6 +23,7 @@ from sglang_graft.bench.make_adapters import make_adapters
 from sglang_graft.bench.peers import Peer
 from sglang_graft.bench.play import Player, Record
 from sglang_graft.bench.samples import (
+    REPORT_S,
     Sample,
     Sampler,
     StockSizes,
@@ -253,7 +254,7 @@ class _Side:
 
     async def _check(self, client: httpx.AsyncClient, peer: Peer) -> None:
         """The server must hold what was computed for it, no more and no less."""
-        info = (await client.get("/server_info")).json()
+        info = (await client.get("/server_info", timeout=REPORT_S)).json()
         got, wanted = info["max_total_num_tokens"], self.group.cut.kv_tokens
         if got != wanted:
             raise RuntimeError(
@@ -261,7 +262,7 @@ class _Side:
                 " raise --mem-fraction-static in --server-args, or lower --budget-gb"
             )
         if peer.engine == "graft":
-            report = (await client.get("/graft/pool")).json()
+            report = (await client.get("/graft/pool", timeout=REPORT_S)).json()
             held = report["pages"]["total"] * report["page_bytes"]
             self.host_bytes = report["host"]["pages"]["total"] * report["page_bytes"]
             if held > self.group.cut.budget_bytes:

@@ -14,6 +14,8 @@ from sglang_graft.bench.clock import Clock
 STOCK_PROBE_ENV = "GRAFT_STOCK_PROBE"
 """Makes a server without Graft report what it holds: see `engine/stock_probe`."""
 _STOCK_KEY = "graft_stock_probe"
+REPORT_S = 30.0
+"""A report that takes longer is missed: a server that hangs must not hold up what follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +112,7 @@ class Sampler:
     async def once(self) -> None:
         """Take one sample now."""
         try:
-            response = await self.client.get(self.path)
+            response = await self.client.get(self.path, timeout=REPORT_S)
             response.raise_for_status()
         except httpx.HTTPError:
             self.missed += 1

@@ -150,11 +150,11 @@ def fit_prefill(rows: list[tuple[int, float]]) -> tuple[float, float, float]:
 async def flush(client: httpx.AsyncClient, limit_s: float = 60.0) -> None:
     """Empty the server's cache; it refuses while it is not idle, so ask again.
 
-    RuntimeError when it never becomes idle.
+    RuntimeError when it never becomes idle, httpx.HTTPError when it does not answer.
     """
     deadline = time.monotonic() + limit_s
     while True:
-        response = await client.post("/flush_cache")
+        response = await client.post("/flush_cache", timeout=limit_s)
         if response.status_code == httpx.codes.OK:
             return
         if time.monotonic() > deadline:
