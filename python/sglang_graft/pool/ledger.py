@@ -97,15 +97,20 @@ class PageLedger:
         """
         self._hand(pages, owner, FREE)
         self._stack.extend(reversed(pages))
-        touched, last = self.forwards if last_forward is None else last_forward, self._last_forward
-        for page in pages:
-            last[page] = touched
+        if self.forwards:  # before the first one, all is 0
+            last, touched = self._last_forward, self.forwards
+            if last_forward is not None:
+                touched = last_forward
+            for page in pages:
+                last[page] = touched
 
     def last_forward(self, pages: Sequence[int]) -> int:
         """No forward after the first so many touched these pages before they were given back.
 
         0 for pages that nobody has given back.
         """
+        if not self.forwards:
+            return 0
         last = self._last_forward
         return max([last[page] for page in pages], default=0)
 
