@@ -23,6 +23,7 @@ from kernel_checks import (
     run,
 )
 
+from graft_kernels.sgmv import device
 from graft_kernels.sgmv.dispatch import PREFILL_SIZES
 from graft_kernels.sgmv.triton_expand import _expand
 from graft_kernels.sgmv.triton_shrink import _shrink
@@ -102,9 +103,18 @@ def test_a_graph_replays_every_later_batch(dtype: torch.dtype, decode: bool) -> 
 
 @all_dtypes
 @pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("early", [True, False], ids=["early", "in_turn"])
 def test_a_decode_graph_shrinks_beside_the_base_product(
-    dtype: torch.dtype, size: tuple[int, tuple[int, ...]]
+    dtype: torch.dtype,
+    size: tuple[int, tuple[int, ...]],
+    early: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """`expand` is launched early, or in its turn as on devices that cannot do that."""
+    if not early:
+        monkeypatch.setattr(device, "_can_overlap", lambda _: False)
+    elif not device._can_overlap(torch.device("cuda")):
+        pytest.skip("needs compute capability 9.0")
     bench = make_bench(dtype, size)
     load_random(bench, RANKS, vectors=True)
     kernels, rows, rounds = kernels_of(bench), DECODE_TOKENS, 4
