@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers_tiers import FakeExecutor, packed
+from helpers_queues import FakeExecutor
+from helpers_tiers import packed
 
 from sglang_graft.tiers import AdapterStore, Packed
 
