@@ -140,6 +140,9 @@ class CudaCopier(_PageCopier):
         self._forward = forward
         device = arena.buffer.device
         self._streams = {way: _stream(device) for way in Way}
+        for stream in self._streams.values():
+            # No forward is behind what made the arena.
+            stream.wait_stream(torch.cuda.current_stream(device))
         self._begun = 0
         self._ends: deque[tuple[int, Any]] = deque()
         """(n, event): the event is behind the first n forwards. Rising, of forwards not over."""
