@@ -11,23 +11,29 @@ from sglang_graft.bench.units import Load, Results
 from sglang_graft.bench.warm import BURST
 from sglang_graft.cache import Rates, policy_names
 from sglang_graft.config import GraftConfig
-from sglang_graft.sim.capacity import Model, predict
+from sglang_graft.sim.capacity import Model, play, spread
 from sglang_graft.sim.compare import Options
 from sglang_graft.sim.sizes import Sizes
+from sglang_graft.sim.steps import Served, Steps
 from sglang_graft.sim.workloads import Workload
 
 _NOT_READ = 1e15
 """Bytes a second of a disk that nobody reads: registering put every adapter into host memory."""
+_SHORTEST_S = 1e-9
+"""A fit or a difference of clocks may come to 0, and nothing takes that long."""
 
 
-def check(folder: Path, h2d_bytes_per_s: float) -> Iterator[dict[str, Any]]:
+def check(
+    folder: Path, h2d_bytes_per_s: float, read_bytes_per_s: float
+) -> Iterator[dict[str, Any]]:
     """A row for each measured unit with Graft: predicted and measured, and their relative errors.
 
-    Times come from the unit's own warm-up, taken before its workload was played, never from the
-    workload itself. ValueError when there is no such unit.
+    Times of forwards come from the unit's own warm-up, taken before its workload was played, never
+    from the workload itself; bandwidths are given: of the link, and of the GPU's memory. ValueError
+    when there is no such unit.
     """
     found = [result for result in Results(folder).read_some() if _is_modelled(result)]
-    yield from (_row(result, h2d_bytes_per_s) for result in found)
+    yield from (_row(result, h2d_bytes_per_s, read_bytes_per_s) for result in found)
     if not found:
         raise ValueError(f"--check: wanted measured units of graft peers in {folder}, found none")
 
@@ -39,25 +45,40 @@ def _is_modelled(result: dict[str, Any]) -> bool:
     return own and result["status"] == "measured" and "--graft-no-host-kv" not in peer["flags"]
 
 
-def _row(result: dict[str, Any], h2d_bytes_per_s: float) -> dict[str, Any]:
+def _row(result: dict[str, Any], h2d_bytes_per_s: float, read_bytes_per_s: float) -> dict[str, Any]:
+    """Requests that were sent are compared: those that a unit's end left out came late, to a
+    server with less to do."""
     unit, figures = result["unit"], result["figures"]
     workload = Load(**unit["load"]).workload()
-    guess = predict(workload, unit["budget_gb"], model_of(result, workload, h2d_bytes_per_s))
-    measured = {key: 1e-3 * figures["ttft_ms"][key] for key in ("mean", "p50", "p99")}
+    model = model_of(result, h2d_bytes_per_s, read_bytes_per_s)
+    served, totals = play(workload, unit["budget_gb"], model)
+    sent, ttft = result["records"]["index"], served.ttft_s()
+    guess = spread([ttft[index] for index in sent])
+    measured = {key: 1e-3 * figures["ttft_ms"][key] for key in guess}
     return {
         "unit": unit["key"],
-        "predicted_s": guess["ttft_s"],
+        "predicted_s": guess,
         "measured_s": measured,
-        "error": {key: guess["ttft_s"][key] / measured[key] - 1 for key in measured},
-        "predicted_hit_rate": guess["prefix_hit_rate"],
+        "error": {key: guess[key] / measured[key] - 1 for key in measured},
+        "predicted_token_s": _token_s(served, workload, sent),
+        "measured_token_s": 1e-3 * figures["tpot_ms"]["mean"],
+        "predicted_hit_rate": sum(served.cached[index] for index in sent)
+        / sum(workload.requests[index].prompt_tokens for index in sent),
         "measured_hit_rate": figures["prefix_hit_rate"],
-        "predicted_loads": guess["adapter_loads"],
+        "predicted_loads": totals.adapter_loads,
         "measured_loads": result["moved"].get("loads"),
     }
 
 
-def model_of(result: dict[str, Any], workload: Workload, h2d_bytes_per_s: float) -> Model:
-    """The replay's model of one unit's server under its workload."""
+def _token_s(served: Served, workload: Workload, sent: list[int]) -> float:
+    """Mean over requests of the mean time for a token after the first."""
+    after = [(index, workload.requests[index].output.length - 1) for index in sent]
+    times = [(served.end_s[i] - served.first_s[i]) / more for i, more in after if more]
+    return statistics.fmean(times)
+
+
+def model_of(result: dict[str, Any], h2d_bytes_per_s: float, read_bytes_per_s: float) -> Model:
+    """The model of one unit's server."""
     flags, warm = result["unit"]["peer"]["flags"], result["warm"]
     sizes = Sizes(**result["sizes"])
     policy = next((flag for flag in flags if flag in policy_names()), GraftConfig().policy)
@@ -67,7 +88,7 @@ def model_of(result: dict[str, Any], workload: Workload, h2d_bytes_per_s: float)
     rates = Rates(
         h2d_bytes_per_s=h2d_bytes_per_s,
         disk_bytes_per_s=disk,
-        prefill_s_per_token=max(warm["prefill_s_per_token"], 1e-9),
+        prefill_s_per_token=max(warm["prefill_s_per_token"], _SHORTEST_S),
         prefill_s_per_token_pair=warm["prefill_s_per_token_pair"],
     )
     options = Options(
@@ -75,28 +96,20 @@ def model_of(result: dict[str, Any], workload: Workload, h2d_bytes_per_s: float)
         prefetch="--graft-no-prefetch" not in flags,
         sizes=sizes,
         rates=rates,
-        decode_s_per_token=decode_seconds(
-            warm["decode_s_per_token_alone"], warm["decode_s_per_token_burst"], workload
-        ),
     )
-    return Model(options=options, policy=policy, overhead_s=warm["overhead_s"])
+    return Model(options=options, policy=policy, steps=steps_of(warm, read_bytes_per_s))
 
 
-def decode_seconds(alone: float, burst: float, workload: Workload) -> float:
-    """Seconds a token of a request that decodes beside as many others as there are on average.
-
-    A step is taken to grow evenly from `alone` to `burst`, as measured for one and for BURST
-    requests. By Little's law there are rate * tokens * seconds a token of them, so the seconds
-    follow; they are at most those of the burst.
-    """
-    ready: list[float] = []
-    for request in workload.requests:
-        after = request.arrival_s if request.previous is None else ready[request.previous]
-        ready.append(after + request.think_s)
-    tokens = sum(request.output.length for request in workload.requests)
-    each = max(burst - alone, 0.0) / (BURST - 1)
-    crowd = each * tokens / max(ready) if max(ready) > 0 else 1.0
-    return min(alone / (1 - crowd), burst) if crowd < 1 else max(burst, alone)
+def steps_of(warm: dict[str, Any], read_bytes_per_s: float) -> Steps:
+    """Forwards from a warm-up: a constant beside the prompt's tokens is the forward's, and a decode
+    step grows evenly from one request to BURST of them."""
+    alone, burst = warm["decode_s_per_token_alone"], warm["decode_s_per_token_burst"]
+    return Steps(
+        prefill_s=warm["overhead_s"],
+        decode_s=max(alone, _SHORTEST_S),
+        decode_s_per_request=max(burst - alone, 0.0) / (BURST - 1),
+        read_bytes_per_s=read_bytes_per_s,
+    )
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:

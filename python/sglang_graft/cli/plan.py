@@ -16,11 +16,12 @@ from rich.table import Table
 if TYPE_CHECKING:
     from sglang_graft.sim.capacity import Goal, Model
     from sglang_graft.sim.sizes import Sizes
+    from sglang_graft.sim.steps import Steps
 
 Row = dict[str, Any]
 _ASSUMED = (
-    "By replay: one queue of prefills a device, first come, first served; decode beside it at a "
-    "fixed time a token; docs/plan.md says what is left out."
+    "By replay: one GPU a replica does one forward at a time, prefill before decode, first come, "
+    "first served; docs/plan.md says what is left out."
 )
 
 
@@ -46,9 +47,11 @@ def plan_command(  # noqa: PLR0913 (typer: an option is a parameter)
     adapters: Annotated[int | None, typer.Option(min=2)] = None,
     requests: Annotated[int, typer.Option(min=2, help="Of a workload.")] = 1000,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    prefill_us: Annotated[float, typer.Option(help="For a prompt token.")] = 32.1,
-    decode_ms: Annotated[float, typer.Option(help="For a token.")] = 12.0,
-    overhead_ms: Annotated[float, typer.Option(help="For a request.")] = 0.0,
+    prefill_us: Annotated[float, typer.Option(help="For a prompt token.")] = 25.0,
+    overhead_ms: Annotated[float, typer.Option(help="For a forward with prompts.")] = 14.0,
+    decode_ms: Annotated[float, typer.Option(help="For a decode step.")] = 5.5,
+    decode_us: Annotated[float, typer.Option(help="More for each further request in it.")] = 25.0,
+    read_gb_s: Annotated[float, typer.Option(help="KV that a decode step reads.")] = 4800.0,
     h2d_gb_s: Annotated[float, typer.Option(help="Host to device.")] = 50.7,
     disk_gb_s: Annotated[float, typer.Option(help="Disk to host.")] = 2.0,
     check: Annotated[Path | None, typer.Option(help="Instead: beside results of a bench.")] = None,
@@ -57,17 +60,23 @@ def plan_command(  # noqa: PLR0913 (typer: an option is a parameter)
     """Say what hardware meets a goal for the time to the first token, without a GPU."""
     from sglang_graft.cli.bench import numbers
     from sglang_graft.sim.capacity import plan as search
+    from sglang_graft.sim.steps import Steps
     from sglang_graft.sim.workloads import Size
 
     try:
         if check is not None:
-            check_command(check, h2d_gb_s, as_json)
+            check_command(check, h2d_gb_s, read_gb_s, as_json)
             return
         goal = _goal(goal_ms, goal_figure)
         workload = workload_of(source, Size(requests=requests, adapters=adapters, rate=rate), seed)
         rates = {"h2d": 1e9 * h2d_gb_s, "disk": 1e9 * disk_gb_s, "prefill_s": 1e-6 * prefill_us}
-        way = _way(policy, rates, 1e-3 * decode_ms, _sizes(model, device))
-        way = replace(way, routing=routing, overhead_s=1e-3 * overhead_ms)
+        steps = Steps(
+            prefill_s=1e-3 * overhead_ms,
+            decode_s=1e-3 * decode_ms,
+            decode_s_per_request=1e-6 * decode_us,
+            read_bytes_per_s=1e9 * read_gb_s,
+        )
+        way = replace(_way(policy, rates, steps, _sizes(model, device)), routing=routing)
         budgets = numbers(budget_gb, "--budget-gb") if budget_gb else quarters(gpu_gb - base_gb)
         counts = [int(count) for count in numbers(replicas, "--replicas")]
         rows = search(workload, budgets, hosts(host_gb), counts, goal, way)
@@ -77,11 +86,11 @@ def plan_command(  # noqa: PLR0913 (typer: an option is a parameter)
         raise typer.Exit(2) from None
 
 
-def check_command(results: Path, h2d_gb_s: float, as_json: bool) -> None:
+def check_command(results: Path, h2d_gb_s: float, read_gb_s: float, as_json: bool) -> None:
     """Predictions beside what was measured. ValueError when nothing was."""
     from sglang_graft.bench.check import check, summary
 
-    found = list(check(results, 1e9 * h2d_gb_s))
+    found = list(check(results, 1e9 * h2d_gb_s, 1e9 * read_gb_s))
     show_check(found, summary(found), as_json)
 
 
@@ -100,8 +109,8 @@ def _sizes(model: Path | None, device: str) -> Sizes:
     return Sizes() if model is None else ModelShape.read(model, device).sizes
 
 
-def _way(policy: str, rates: dict[str, float], decode_s: float, sizes: Sizes) -> Model:
-    """`rates`: h2d and disk in bytes a second, prefill_s for a token; `decode_s`: for a token."""
+def _way(policy: str, rates: dict[str, float], steps: Steps, sizes: Sizes) -> Model:
+    """`rates`: h2d and disk in bytes a second, prefill_s for a token."""
     from sglang_graft.cache import Rates, make_policy
     from sglang_graft.sim.capacity import Model
     from sglang_graft.sim.compare import Options
@@ -112,8 +121,7 @@ def _way(policy: str, rates: dict[str, float], decode_s: float, sizes: Sizes) ->
         disk_bytes_per_s=rates["disk"],
         prefill_s_per_token=rates["prefill_s"],
     )
-    options = Options(sizes=sizes, rates=known, decode_s_per_token=decode_s)
-    return Model(options=options, policy=policy)
+    return Model(options=Options(sizes=sizes, rates=known), policy=policy, steps=steps)
 
 
 def workload_of(source: str, size: Any, seed: int) -> Any:
@@ -188,27 +196,27 @@ def show(found: Iterable[Row], figure: str, as_json: bool) -> None:
 
 
 def show_check(found: list[Row], errors: dict[str, float], as_json: bool) -> None:
-    """Predicted beside measured."""
+    """Predicted beside measured, times in ms."""
     if as_json:
         typer.echo(json.dumps({"units": found, "errors": errors}))
         return
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("unit", overflow="fold")
-    for column in ("mean ms", "measured", "error", "P99", "measured", "hit", "measured"):
+    for column in ("mean ms", "error", "P99", "a token", "hit", "loads"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in found:
         guess, real = row["predicted_s"], row["measured_s"]
         table.add_row(
             row["unit"],
-            f"{1e3 * guess['mean']:.0f}",
-            f"{1e3 * real['mean']:.0f}",
+            f"{1e3 * guess['mean']:.0f}/{1e3 * real['mean']:.0f}",
             f"{row['error']['mean']:+.0%}",
-            f"{1e3 * guess['p99']:.0f}",
-            f"{1e3 * real['p99']:.0f}",
-            f"{row['predicted_hit_rate']:.0%}",
-            f"{row['measured_hit_rate']:.0%}",
+            f"{1e3 * guess['p99']:.0f}/{1e3 * real['p99']:.0f}",
+            f"{1e3 * row['predicted_token_s']:.1f}/{1e3 * row['measured_token_s']:.1f}",
+            f"{row['predicted_hit_rate']:.0%}/{row['measured_hit_rate']:.0%}",
+            f"{row['predicted_loads']}/{row['measured_loads']}",
         )
     Console().print(table)
+    typer.echo("Predicted/measured. a token: mean time for one after the first, in ms.")
     typer.echo(
         f"Relative error of the mean TTFT: median {errors['mean_median']:.0%}, largest "
         f"{errors['mean_largest']:.0%}; of the P99: {errors['p99_median']:.0%}, "

@@ -1,8 +1,6 @@
 """What hardware a workload needs, by replaying it: budget, host memory and replicas for a goal.
 
-The prediction of a request's TTFT is the larger of two estimates, plus a constant. One is the
-replay's: queues of disk, link and device, with this policy's misses, but with room for every
-request. The other is the schedule's: waiting for room among running requests, with a warm cache.
+Times are those of `steps`: one GPU a replica, one forward at a time.
 """
 
 from __future__ import annotations
@@ -13,8 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sglang_graft.sim.compare import Options, bench
+from sglang_graft.sim.compare import Bench, Options
+from sglang_graft.sim.replay import Totals
 from sglang_graft.sim.routing import router
+from sglang_graft.sim.schedule import Schedule, Server, check_room
+from sglang_graft.sim.steps import Served, Steps, serve
 from sglang_graft.sim.trace import Trace
 from sglang_graft.sim.workloads import Request, Workload
 
@@ -35,12 +36,27 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """How times are modelled. overhead_s: of every request, beside its prefill."""
+    """How a replica is modelled; `options.decode_s_per_token` is not looked at."""
 
     options: Options = field(default_factory=Options)
     policy: str = "cost"
     routing: str = "affinity"
-    overhead_s: float = 0.0
+    steps: Steps = field(default_factory=Steps)
+
+
+def play(workload: Workload, budget_gb: float, model: Model) -> tuple[Served, Totals]:
+    """One replica. ValueError when a request does not fit the budget."""
+    trace = Trace(workload, model.options.sizes)
+    server = Server(pages=trace.sizes.pages(budget_gb), rates=model.options.rates)
+    check_room(trace, server)
+    run = Bench(trace, server, Schedule(), model.options).prepared(model.policy)
+    return serve(run, model.steps), run.totals
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Mean, median and P99."""
+    p50, p99 = np.percentile(seconds, (50, 99)).tolist()
+    return {"mean": float(np.mean(seconds)), "p50": p50, "p99": p99}
 
 
 def predict(
@@ -56,23 +72,18 @@ def predict(
     for part in shares(workload, replicas, model.routing):
         if not part.requests:
             continue
-        trace = Trace(part, model.options.sizes)
-        ready = bench(trace, budget_gb, model.options)
-        run = ready.replay(model.policy)
-        room = np.array(ready.plan.first_s) - np.array(ready.plan.ready_s)
-        ttft += (np.maximum(np.array(run.ttft_s), room) + model.overhead_s).tolist()
-        totals = run.totals
+        served, totals = play(part, budget_gb, model)
+        ttft += served.ttft_s()
         found["prompt_tokens"] += totals.prompt_tokens
         found["cached_tokens"] += totals.device_tokens + totals.host_tokens
         found["adapter_loads"] += totals.adapter_loads
         found["disk_reads"] += totals.disk_reads
         busiest = max(busiest, totals.requests)
-    p50, p99 = np.percentile(ttft, (50, 99)).tolist()
     return {
         "budget_gb": budget_gb,
         "host_gb": model.options.host_gb,
         "replicas": replicas,
-        "ttft_s": {"mean": float(np.mean(ttft)), "p50": p50, "p99": p99},
+        "ttft_s": spread(ttft),
         "prefix_hit_rate": found["cached_tokens"] / found["prompt_tokens"],
         "busiest_over_mean": busiest * replicas / len(ttft),
         **found,

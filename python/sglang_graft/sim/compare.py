@@ -64,7 +64,13 @@ class Bench:
 
     def replay(self, name: str) -> Replay:
         """A finished run of the policy called `name`."""
-        run = Replay(
+        run = self.prepared(name)
+        run.run()
+        return run
+
+    def prepared(self, name: str) -> Replay:
+        """One that has seen nothing yet."""
+        return Replay(
             self.trace,
             self.plan,
             self.server,
@@ -75,8 +81,6 @@ class Bench:
             idle_promotion=self.options.idle_promotion,
             check=self.options.check,
         )
-        run.run()
-        return run
 
     def optimum(self) -> float:
         """The lower bound of this trace on this budget, in seconds."""

@@ -7,6 +7,9 @@ only: they run beside everything and nobody waits for them.
 TTFT is an estimate on top: the requests come when the schedule says, prefills take turns on the
 device, copies take turns on the link, reads on the disk. With prefetch a request's reads and copies
 start when it comes; without, when its turn has come, and the device waits for them.
+
+Who knows better when requests are admitted and end (`steps`) calls `admit` and `end` and leaves
+`run`, its schedule and its TTFT aside.
 """
 
 from __future__ import annotations
@@ -66,12 +69,13 @@ class Totals:
 
 
 @dataclass(slots=True)
-class _Service:
-    """What one request's admission cost."""
+class Service:
+    """What one request's admission cost, in seconds.   known: prompt tokens that were cached."""
 
     disk: float = 0.0
     copy: float = 0.0
     prefill: float = 0.0
+    known: int = 0
 
 
 @dataclass(slots=True)
@@ -139,25 +143,30 @@ class Replay:
         idle_until = self._nobody_waits_until() if self.idle_promotion else []
         for place, event in enumerate(self.plan.events):
             if event.admitted:
-                service = self._admit(event.request)
+                service = self.admit(event.request)
                 self._time(event.request, service)
             else:
-                self._end(event.request)
+                self.end(event.request)
             if self.idle_promotion:
                 self._promote_idle(event.at_s, idle_until[place])
             if self.check:
-                self.tree.check_invariants()
-                self.ledger.check_invariants()
-                self.tiers.check_invariants()
+                self.check_invariants()
         self.totals.stored_bytes = self.tiers.moved.stored * self.trace.sizes.page_bytes
         return self.totals
+
+    def check_invariants(self) -> None:
+        """Assert that tree, pages and tiers agree."""
+        self.tree.check_invariants()
+        self.ledger.check_invariants()
+        self.tiers.check_invariants()
 
     @property
     def rates(self) -> Rates:
         """The prices of the modelled device."""
         return self.server.rates
 
-    def _admit(self, index: int) -> _Service:
+    def admit(self, index: int) -> Service:
+        """What the request finds is matched and brought; pages for all of it are taken."""
         demand = self.trace.demands[index]
         tokens = self.trace.workload.requests[index].tokens()
         usable = tokens[: demand.usable]
@@ -208,7 +217,7 @@ class Replay:
         """The nodes of the prefix that the device has before anything is brought."""
         return [node for node in self.tree.peek(space, tokens) if node.pages]
 
-    def _service(self, demand: Demand, before: Moved, known: int) -> _Service:
+    def _service(self, demand: Demand, before: Moved, known: int) -> Service:
         """What was moved since `before`, in seconds, and what remains to be computed."""
         moved, totals, page = self.tiers.moved, self.totals, self.trace.sizes.page_bytes
         read = (moved.read - before.read) * page
@@ -218,10 +227,11 @@ class Replay:
         totals.disk_reads += read > 0
         totals.adapter_loads += moved.weights > before.weights
         totals.adapter_hits += moved.weights == before.weights
-        service = _Service(
+        service = Service(
             self.rates.read_seconds(read),
             self.rates.load_seconds(copied),
             self.rates.prefill_seconds(demand.prompt - known, known),
+            known,
         )
         totals.disk_seconds += service.disk
         totals.h2d_seconds += service.copy
@@ -282,7 +292,8 @@ class Replay:
             yield min(pages, most)
             pages -= most
 
-    def _end(self, index: int) -> None:
+    def end(self, index: int) -> None:
+        """Its answer goes to the tree, and its locks are given back."""
         running = self._running.pop(index)
         size = self.tree.page_tokens
         aligned = len(running.tokens) // size * size
@@ -301,18 +312,23 @@ class Replay:
         self.totals.device_tokens += on_device
         self.totals.host_tokens += known - on_device
 
-    def _time(self, index: int, service: _Service) -> None:
+    def _time(self, index: int, service: Service) -> None:
         """One more request through disk, link and device."""
         ready = self.plan.ready_s[index]
-        start = ready if self.prefetch else max(ready, self._free_at)
+        copied = self.landed(ready if self.prefetch else max(ready, self._free_at), service)
+        self._free_at = max(copied, self._free_at) + service.prefill
+        self.ttft_s[index] = self._free_at - ready
+
+    def landed(self, start: float, service: Service) -> float:
+        """When everything is on the device that may be read and copied from `start` on: reads
+        take turns on the disk, copies on the link."""
         read = start
         if service.disk:
             read = self._disk_at = max(start, self._disk_at) + service.disk
         copied = read
         if service.copy:
             copied = self._link_at = max(read, self._link_at) + service.copy
-        self._free_at = max(copied, self._free_at) + service.prefill
-        self.ttft_s[index] = self._free_at - ready
+        return copied
 
 
 def summary(totals: Totals, ttft_s: list[float]) -> dict[str, Any]:

@@ -84,8 +84,12 @@ class Held:
         return self._trace.weight_pages(demand.adapter)
 
 
-class _Clock:
-    """Requests that wait, in order of their coming, and those that run, in order of their end."""
+class Clock:
+    """Requests that wait, in order of their coming, and those that run, in order of their end.
+
+    waiting: (when it comes, request).   running: (when it ends, request).   next_turns: those that
+    come after the end of a request, by its index.
+    """
 
     def __init__(self, trace: Trace) -> None:
         requests = trace.workload.requests
@@ -97,13 +101,18 @@ class _Clock:
             if request.previous is not None:
                 self.next_turns.setdefault(request.previous, []).append(index)
 
+    def follow(self, trace: Trace, index: int, end: float) -> None:
+        """The request ended: its next turns come when their users have thought."""
+        for turn in self.next_turns.get(index, ()):
+            heapq.heappush(self.waiting, (end + trace.workload.requests[turn].think_s, turn))
+
 
 def schedule(trace: Trace, server: Server) -> Schedule:
     """Admissions and ends in order.
 
     ValueError when a request alone is larger than the device.
     """
-    clock, held, found = _Clock(trace), Held(trace), Schedule()
+    clock, held, found = Clock(trace), Held(trace), Schedule()
     found.ready_s = [0.0] * len(trace.demands)
     found.first_s = [0.0] * len(trace.demands)
     known = np.zeros(trace.blocks, dtype=np.bool_)
@@ -130,22 +139,34 @@ def schedule(trace: Trace, server: Server) -> Schedule:
         elif clock.running:
             free_at = max(free_at, _end_one(trace, clock, held, found))
         else:
-            raise ValueError(
-                f"request {index} needs {held.extra(demand)} pages with its adapter; the budget is "
-                f"{server.pages} pages: raise --budget-gb"
-            )
+            raise too_large(index, held.extra(demand), server)
     assert held.pages == 0, f"{held.pages} pages are held after the last request"
     return found
 
 
-def _end_one(trace: Trace, clock: _Clock, held: Held, found: Schedule) -> float:
+def _end_one(trace: Trace, clock: Clock, held: Held, found: Schedule) -> float:
     """End the next running request; returns when."""
     end, index = heapq.heappop(clock.running)
     held.remove(trace.demands[index])
     found.events.append(Event(index, False, end))
-    for turn in clock.next_turns.get(index, ()):
-        heapq.heappush(clock.waiting, (end + trace.workload.requests[turn].think_s, turn))
+    clock.follow(trace, index, end)
     return end
+
+
+def too_large(index: int, pages: int, server: Server) -> ValueError:
+    """A request that fits in no order, with its adapter's `pages`."""
+    return ValueError(
+        f"request {index} needs {pages} pages with its adapter; the budget is "
+        f"{server.pages} pages: raise --budget-gb"
+    )
+
+
+def check_room(trace: Trace, server: Server) -> None:
+    """ValueError when a request alone is larger than the device."""
+    empty = Held(trace)
+    for index, demand in enumerate(trace.demands):
+        if empty.extra(demand) > server.pages:
+            raise too_large(index, empty.extra(demand), server)
 
 
 def _warm_prefill(demand: Demand, known: Known, rates: Rates, page_tokens: int) -> float:

@@ -1,18 +1,22 @@
 """Predictions beside measurements: canned results of a server that behaves as the model says."""
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
-from sglang_graft.bench.check import check, decode_seconds, model_of, summary
+from sglang_graft.bench.check import check, model_of, steps_of, summary
 from sglang_graft.bench.peers import parse_peers
 from sglang_graft.bench.units import Load, Results, Unit
 from sglang_graft.bench.warm import BURST
-from sglang_graft.sim.capacity import predict
-from sglang_graft.sim.workloads import AdapterSpec, Request, Segment, Workload
+from sglang_graft.sim.capacity import play, spread
+from sglang_graft.sim.steps import Steps
 
 LOAD = Load(name="chat", rate=4.0, seconds=5.0, adapters=4)
+ANSWER = 64
+"""Tokens of each answer of chat."""
+H2D, READ = 50.7e9, 4.8e12
 SIZES = {"kv_bytes_per_token": 768, "adapter_bytes_per_rank": 18048, "page_tokens": 64}
 
 
@@ -34,10 +38,20 @@ def canned(label: str, factor: float) -> tuple[Unit, dict[str, Any]]:
         },
         "moved": {"loads": 4},
     }
-    model = model_of(result | {"unit": unit.describe()}, workload, 50.7e9)
-    guess = predict(workload, 0.02, model)
-    spread = {key: 1e3 * factor * value for key, value in guess["ttft_s"].items()}
-    result["figures"] = {"ttft_ms": spread, "prefix_hit_rate": guess["prefix_hit_rate"]}
+    served, _ = play(workload, 0.02, model_of(result | {"unit": unit.describe()}, H2D, READ))
+    # Its end left out the requests that came last.
+    sent = [i for i, ready in enumerate(served.ready_s) if ready < LOAD.seconds]
+    assert 0 < len(sent) < len(workload.requests)
+    ttft = served.ttft_s()
+    guess = spread([ttft[i] for i in sent])
+    token_s = [(served.end_s[i] - served.first_s[i]) / (ANSWER - 1) for i in sent]
+    result["records"] = {"index": sent}
+    result["figures"] = {
+        "ttft_ms": {key: 1e3 * factor * value for key, value in guess.items()},
+        "tpot_ms": {"mean": 1e3 * factor * fmean(token_s)},
+        "prefix_hit_rate": sum(served.cached[i] for i in sent)
+        / sum(workload.requests[i].prompt_tokens for i in sent),
+    }
     return unit, result
 
 
@@ -46,10 +60,11 @@ def test_errors_are_relative_to_what_was_measured(tmp_path: Path) -> None:
     for label, factor in (("graft:cost", 2.0), ("graft:lru+no-prefetch", 1.0), ("stock:2", 9.0)):
         results.write(*canned(label, factor))
     results.write(*canned("graft:cost+no-host-kv", 5.0))  # not modelled
-    found = {row["unit"]: row for row in check(tmp_path, 50.7e9)}
+    found = {row["unit"]: row for row in check(tmp_path, H2D, READ)}
     assert len(found) == 2
     cost = next(row for key, row in found.items() if "graft-cost" in key)
     assert cost["error"]["mean"] == pytest.approx(-0.5)
+    assert cost["predicted_token_s"] == pytest.approx(cost["measured_token_s"] / 2)
     assert cost["predicted_hit_rate"] == pytest.approx(cost["measured_hit_rate"])
     assert cost["measured_loads"] == cost["predicted_loads"] == 4
     errors = summary(list(found.values()))
@@ -59,34 +74,29 @@ def test_errors_are_relative_to_what_was_measured(tmp_path: Path) -> None:
 
 def test_the_model_is_that_of_the_units_server() -> None:
     unit, result = canned("graft:elora+no-prefetch", 1.0)
-    workload = LOAD.workload()
     result["unit"] = unit.describe()
-    model = model_of(result, workload, 1e9)
+    model = model_of(result, 1e9, READ)
     assert (model.policy, model.options.prefetch) == ("elora", False)
     assert model.options.rates.h2d_bytes_per_s == 1e9
     # Every adapter fits into host memory, where it was put when it was registered.
     assert model.options.rates.read_seconds(1e9) < 1e-3
-    small = model_of(result | {"host_bytes": 1000}, workload, 1e9)
+    small = model_of(result | {"host_bytes": 1000}, 1e9, READ)
     assert small.options.rates.disk_bytes_per_s == 2e9
 
 
-def test_decode_slows_with_the_requests_that_decode_at_once() -> None:
-    def asked(count: int, every_s: float) -> Workload:
-        requests = tuple(
-            Request(0, (Segment(i, 4),), Segment(900 + i, 10, generated=True), i * every_s)
-            for i in range(count)
-        )
-        return Workload("tiny", 0, (AdapterSpec("a", 8),), requests)
-
-    # One more beside takes 0.1 s of a step; 11 requests of 10 tokens in 100 s.
-    burst = 1.0 + 0.1 * (BURST - 1)
-    assert decode_seconds(1.0, burst, asked(11, 10.0)) == pytest.approx(1 / (1 - 0.1 * 1.1))
-    assert decode_seconds(1.0, burst, asked(11, 0.1)) == burst
-    assert decode_seconds(1.0, burst, asked(3, 0.0)) == burst
-    assert decode_seconds(1.0, 0.9, asked(11, 10.0)) == pytest.approx(0.9)
+def test_forwards_are_those_of_the_warm_up() -> None:
+    warm = {"overhead_s": 0.02, "decode_s_per_token_alone": 0.005}
+    # One more in a step takes 0.1 ms.
+    grown = steps_of(warm | {"decode_s_per_token_burst": 0.005 + 1e-4 * (BURST - 1)}, READ)
+    assert (grown.prefill_s, grown.decode_s, grown.read_bytes_per_s) == (0.02, 0.005, READ)
+    assert grown.decode_s_per_request == pytest.approx(1e-4)
+    # What a clock says of a burst may be less; a step never shrinks with its requests.
+    assert steps_of(warm | {"decode_s_per_token_burst": 0.004}, READ) == Steps(
+        prefill_s=0.02, decode_s=0.005, decode_s_per_request=0.0, read_bytes_per_s=READ
+    )
 
 
 def test_nothing_to_check(tmp_path: Path) -> None:
     Results(tmp_path).write(*canned("stock:2", 1.0))
     with pytest.raises(ValueError, match="--check"):
-        list(check(tmp_path, 1e9))
+        list(check(tmp_path, 1e9, READ))

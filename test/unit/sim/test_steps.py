@@ -1,0 +1,261 @@
+"""One GPU, one forward at a time: by hand, against a queue, and against a loop over every step."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+from helpers_sim import OPTIONS, SIZES, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_graft.cache import Rates
+from sglang_graft.sim.compare import Bench
+from sglang_graft.sim.replay import Replay
+from sglang_graft.sim.schedule import Schedule, Server
+from sglang_graft.sim.steps import Served, Steps, serve
+from sglang_graft.sim.workloads import Request, Segment
+
+# Binary fractions: sums are exact, in whatever order they are made.
+TOKEN_S = 0.25
+RATES = Rates(
+    h2d_bytes_per_s=2.0**60,
+    disk_bytes_per_s=2.0**60,
+    prefill_s_per_token=TOKEN_S,
+    prefill_s_per_token_pair=0,
+)
+# A page of KV (8 bytes) takes 1/8 s to read.
+STEPS = Steps(prefill_s=1.0, decode_s=0.5, decode_s_per_request=0.125, read_bytes_per_s=64.0)
+
+
+def request(at: float, key: int, prompt: int, output: int, adapter: int = 0) -> Request:
+    """One whose tokens nobody shares."""
+    made = Segment(10_000 + key, output, generated=True)
+    return Request(adapter, (Segment(key, prompt),), made, arrival_s=at)
+
+
+def prepared(
+    requests: list[Request], *, pages: int = 1000, rates: Rates = RATES, **server: int
+) -> Replay:
+    options = replace(OPTIONS, rates=rates, host_gb=0.0)
+    gpu = Server(pages=pages, rates=rates, **server)
+    return Bench(tiny(requests), gpu, Schedule(), options).prepared("lru")
+
+
+def played(
+    requests: list[Request],
+    steps: Steps = STEPS,
+    *,
+    pages: int = 1000,
+    rates: Rates = RATES,
+    **server: int,
+) -> Served:
+    return serve(prepared(requests, pages=pages, rates=rates, **server), steps)
+
+
+def test_a_request_alone_takes_a_prefill_and_its_steps() -> None:
+    found = played([request(2.0, 1, prompt=8, output=5)])
+    pages = (8 + 5 + 1) // 2
+    assert found.ttft_s() == [1.0 + 8 * TOKEN_S]
+    assert found.end_s == [found.first_s[0] + 4 * (0.5 + pages / 8)]
+
+
+def test_who_comes_amid_a_step_waits_for_its_rest_and_stops_decode() -> None:
+    steps = replace(STEPS, read_bytes_per_s=2.0**60)
+    first = request(0.0, 1, prompt=4, output=11)
+    # The first one's prefill ends at 2; its steps would end at 2.5, 3, ... 7.
+    found = played([first, request(2.75, 2, prompt=4, output=1)], steps)
+    assert found.first_s == pytest.approx([2.0, 3.0 + 2.0])
+    assert found.end_s == pytest.approx([7.0 + 2.0, 5.0])
+
+
+def test_a_step_grows_with_its_requests_and_their_kv() -> None:
+    twins = [request(0.0, key, prompt=4, output=3) for key in (1, 2)]
+    found = played(twins)
+    assert found.first_s == [1.0 + 8 * TOKEN_S] * 2  # one forward for both
+    assert found.end_s == [3.0 + 2 * (0.5 + 0.125 + 2 * 4 / 8)] * 2
+
+
+def test_a_long_prompt_is_computed_in_forwards_without_a_step_between() -> None:
+    steps = replace(STEPS, read_bytes_per_s=2.0**60)
+    both = [request(0.0, 1, prompt=4, output=5), request(2.0, 2, prompt=10, output=1)]
+    found = played(both, steps, chunk_tokens=4)
+    # It comes when a step may begin, and takes three forwards of 4, 4 and 2 tokens.
+    assert found.first_s == [2.0, 2.0 + 3 * 1.0 + 10 * TOKEN_S]
+    assert found.end_s[0] == pytest.approx(found.first_s[1] + 4 * 0.5)
+
+
+def test_what_is_left_of_a_forward_goes_to_the_next_prompt() -> None:
+    both = [request(0.0, 1, prompt=6, output=1), request(0.0, 2, prompt=4, output=1)]
+    found = played(both, chunk_tokens=8)
+    assert found.first_s == [1.0 + 8 * TOKEN_S, 2.0 + 10 * TOKEN_S]
+
+
+def test_who_has_no_room_waits_until_somebody_ends() -> None:
+    both = [request(0.0, key, prompt=4, output=4) for key in (1, 2)]
+    # 4 pages each, and one of weights.
+    wide, narrow = (played(both, pages=pages) for pages in (9, 8))
+    assert wide.first_s[1] == wide.first_s[0]
+    assert narrow.first_s[1] == narrow.end_s[0] + 2.0
+    assert played(both, max_running=1).first_s == narrow.first_s
+
+
+def test_a_later_request_goes_ahead_of_one_whose_weights_are_under_way() -> None:
+    slow = replace(RATES, h2d_bytes_per_s=1.0)  # a page takes 8 s
+    three = [
+        request(0.0, 1, prompt=4, output=2),
+        request(20.0, 2, prompt=4, output=1, adapter=1),
+        request(21.0, 3, prompt=4, output=1),
+    ]
+    found = played(three, rates=slow)
+    assert found.ttft_s() == pytest.approx([8 + 2, 8 + 2, 2])
+
+
+def test_who_finds_weights_that_are_under_way_waits_for_them() -> None:
+    slow = replace(RATES, h2d_bytes_per_s=1.0)
+    found = played([request(float(at), 1 + at, prompt=4, output=1) for at in (0, 3)], rates=slow)
+    assert found.first_s == pytest.approx([8 + 3, 8 + 3])  # together
+
+
+def test_a_turn_comes_when_its_user_has_thought_and_finds_what_was_said() -> None:
+    first = request(0.0, 1, prompt=4, output=4)
+    again = replace(
+        request(0.0, 2, prompt=4, output=1),
+        prompt=(*first.prompt, first.output, Segment(2, 4)),
+        previous=0,
+        think_s=7.0,
+    )
+    found = played([first, again])
+    assert found.ready_s[1] == found.end_s[0] + 7
+    assert found.cached == [0, 8]
+    assert found.ttft_s()[1] == 1 + 4 * TOKEN_S
+
+
+@pytest.mark.parametrize("name", ["decode_s", "read_bytes_per_s", "prefill_s"])
+def test_prices_below_nothing_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: wanted"):
+        Steps(**{name: -1.0})
+
+
+# From 1 on: beside 0, copies that take next to nothing would still take some time.
+SIXTEENTHS = st.integers(16, 816).map(lambda n: n / 16)
+
+
+@given(st.lists(SIXTEENTHS, min_size=1, max_size=20))
+@settings(deadline=None, max_examples=50)
+def test_without_decode_and_batches_it_is_a_single_server_queue(arrivals: list[float]) -> None:
+    arrivals = sorted(arrivals)
+    found = played(
+        [request(at, 1 + i, prompt=4, output=1) for i, at in enumerate(arrivals)],
+        chunk_tokens=4,  # a prompt is a forward
+    )
+    free_at, wanted = 0.0, []
+    for at in arrivals:
+        free_at = max(at, free_at) + 1.0 + 4 * TOKEN_S
+        wanted.append(free_at)
+    assert found.first_s == found.end_s == wanted
+
+
+@dataclass(slots=True)
+class _Naive:
+    left: int  # tokens of the prompt
+    more: int  # tokens after the first
+    pages: int
+
+
+def one_step_after_the_other(requests: list[Request], chunk: int) -> tuple[list[float], ...]:
+    """(first_s, end_s) of requests that share nothing, with room for all; a loop over forwards."""
+    states = [
+        _Naive(r.prompt_tokens, r.output.length - 1, SIZES.pages_for(len(r.tokens())))
+        for r in requests
+    ]
+    order = sorted(range(len(requests)), key=lambda i: (requests[i].arrival_s, i))
+    first, end, now = [0.0] * len(states), [0.0] * len(states), 0.0
+    while any(end_s == 0 for end_s in end):
+        prompts = [i for i in order if requests[i].arrival_s <= now and states[i].left]
+        decoding = [i for i in order if states[i].left == 0 and end[i] == 0]
+        if prompts:
+            room, done = chunk, []
+            for i in prompts:
+                part = min(room, states[i].left)
+                states[i].left -= part
+                room -= part
+                done += [i] if part and not states[i].left else []
+            now += 1.0 + (chunk - room) * TOKEN_S
+            for i in done:
+                first[i] = now
+                end[i] = 0.0 if states[i].more else now
+        elif decoding:
+            now += 0.5 + 0.125 * (len(decoding) - 1) + sum(states[i].pages for i in decoding) / 8
+            for i in decoding:
+                states[i].more -= 1
+                end[i] = 0.0 if states[i].more else now
+        else:
+            now = min(requests[i].arrival_s for i in order if states[i].left)
+    return first, end
+
+
+TRAFFIC = st.lists(
+    st.tuples(SIXTEENTHS, st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=12
+)
+
+
+def made(traffic: list[tuple[float, int, int]]) -> list[Request]:
+    return [request(at, 1 + i, p, o, adapter=i % 2) for i, (at, p, o) in enumerate(traffic)]
+
+
+@given(TRAFFIC, st.sampled_from([3, 8, 8192]))
+@settings(deadline=None, max_examples=100)
+def test_steps_taken_at_once_are_steps_one_after_the_other(
+    traffic: list[tuple[float, int, int]], chunk: int
+) -> None:
+    found = played(made(traffic), chunk_tokens=chunk)
+    first, end = one_step_after_the_other(made(traffic), chunk)
+    assert found.first_s == pytest.approx(first)
+    assert found.end_s == pytest.approx(end)
+
+
+@given(TRAFFIC, st.integers(14, 40), st.integers(1, 12))
+@settings(deadline=None, max_examples=100)
+def test_every_token_is_made_once_and_the_gpu_does_one_thing_at_a_time(
+    traffic: list[tuple[float, int, int]], pages: int, chunk: int
+) -> None:
+    requests = made(traffic)
+    run = prepared(requests, pages=pages, chunk_tokens=chunk)
+    found = serve(run, STEPS)
+    assert found.prefill_tokens == sum(r.prompt_tokens for r in requests) - sum(found.cached)
+    assert found.decode_tokens == sum(r.output.length - 1 for r in requests)
+    assert sum(found.cached) == run.totals.device_tokens + run.totals.host_tokens == 0
+    assert found.prefill_s + found.decode_s <= max(found.end_s) - min(found.ready_s) + 1e-6
+    for asked, ttft, first, end in zip(
+        requests, found.ttft_s(), found.first_s, found.end_s, strict=True
+    ):
+        assert ttft >= 1.0 + asked.prompt_tokens * TOKEN_S - 1e-6
+        assert end >= first + (asked.output.length - 1) * 0.5 - 1e-6
+
+
+@given(TRAFFIC, st.integers(1, 12), st.integers(14, 40))
+@settings(deadline=None, max_examples=100)
+def test_a_request_behind_all_others_shortens_nobodys_wait(
+    traffic: list[tuple[float, int, int]], prompt: int, pages: int
+) -> None:
+    requests = made(traffic)
+    last = request(max(at for at, _, _ in traffic), 500, prompt, 4)
+    without, with_it = played(requests, pages=pages), played([*requests, last], pages=pages)
+    for before, after in zip(without.first_s, with_it.first_s, strict=False):
+        assert after >= before - 1e-6
+
+
+def test_a_request_before_others_may_shorten_their_wait() -> None:
+    """As in a server: a forward that both share costs its constant once. So no sum of waits is sure
+    to grow with the requests."""
+    steps = replace(STEPS, prefill_s=64.0)
+    two = [request(63.0, 1, 4, 1), request(64.0, 2, 4, 1)]
+    before = request(0.0, 3, 2, 1)  # is done at 64.5
+    without, with_it = played(two, steps), played([*two, before], steps)
+    assert sum(with_it.ttft_s()[:2]) < sum(without.ttft_s())
+
+
+def test_with_more_memory_requests_wait_less() -> None:
+    several = [request(i / 16, 1 + i, 8, 8) for i in range(12)]
+    means = [sum(played(several, pages=pages).ttft_s()) for pages in (10, 20, 40, 120)]
+    assert all(less >= more for less, more in pairwise(means))
