@@ -167,7 +167,9 @@ def test_loads_and_waits_are_measured(used: dict[Key, float]) -> None:
     assert value(used, "graft_adapter_load_seconds_sum") > 0
     waited = value(used, "graft_adapter_wait_seconds_count")
     assert waited == 4 * len(NAMES), "one for each admitted request with an adapter"
-    assert value(used, "graft_adapter_wait_seconds_bucket", le="0.001") < waited, "some waited"
+    at_once = value(used, "graft_adapter_wait_seconds_bucket", le="0.001")
+    assert at_once == waited, "copies of these adapters are short, so nobody was passed over"
+    assert value(used, "graft_passes_waited_total") == 0
     assert value(used, "graft_requests_held_back") == 0
     assert value(used, "graft_scheduler_pass_seconds_count") > 0
     assert value(used, "graft_scheduler_pass_seconds_sum") > 0
