@@ -28,9 +28,9 @@ class PageLedger:
     ledger hands out 1, 2, 3, ..., and pages given back come out again first and in the same order,
     so a run of calls always yields the same numbers (all ranks must agree on them).
 
-    A million small pages cost nine megabytes: an owner of one byte each, and a reference. A call for
-    one page takes about 1 us, for 1000 pages about 0.1 ms. Not thread-safe: one scheduler loop owns
-    it.
+    A million small pages cost nine megabytes: an owner of one byte each, and a reference. A call
+    for one page takes about 1 us, for 1000 pages about 0.1 ms. Not thread-safe: one scheduler loop
+    owns it.
 
     forwards: forwards launched so far; whoever launches them counts here. A launched forward may be
     reading or writing pages that were given back after its launch (`last_forward`).

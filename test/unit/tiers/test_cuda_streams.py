@@ -77,7 +77,8 @@ class Machine:
         assert len(waits) <= 1
         if not waits:
             return None
-        return next(entry for entry in self.forward.log[waits[0].place - 1 :: -1] if entry != "mark")
+        before_it = self.forward.log[: waits[0].place]
+        return [entry for entry in before_it if isinstance(entry, str) and entry != "mark"][-1]
 
 
 @pytest.fixture
