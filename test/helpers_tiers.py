@@ -185,6 +185,11 @@ class World:
         self.tiers.forget(node)
         self.log.append(("unloaded", number, self.tree.drop(node)))
 
+    def retire(self, number: int) -> None:
+        """Its name is gone: what nobody holds is freed, and requests that came before go on."""
+        if number in self.nodes:
+            self.log.append(("retired", number, self.tree.trim(self.nodes[number])))
+
     # ---- requests
 
     def enqueue(self, number: int | None, run: Run, salt: str = "") -> Request | None:

@@ -167,15 +167,20 @@ class CudaCopier(_PageCopier):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(forward)
             self._ends.append((self._begun, event))
+            self._forget_ended()  # here too: where nothing is ever copied, marks would pile up
         self._begun += 1
         for ticket in tickets:
             assert isinstance(ticket, CudaTicket), f"a foreign ticket: {type(ticket).__name__}"
             forward.wait_event(ticket.event)
 
-    def _wait_for_forwards(self, stream: torch.cuda.Stream, count: int) -> None:
-        """Put what `stream` gets next behind the first `count` forwards."""
+    def _forget_ended(self) -> None:
+        """Drop the marks of forwards that are over."""
         while self._ends and self._ends[0][1].query():
             self._over, _ = self._ends.popleft()
+
+    def _wait_for_forwards(self, stream: torch.cuda.Stream, count: int) -> None:
+        """Put what `stream` gets next behind the first `count` forwards."""
+        self._forget_ended()
         if count <= self._over:
             return
         event = next((event for ended, event in self._ends if ended >= count), None)

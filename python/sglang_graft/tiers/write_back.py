@@ -48,6 +48,8 @@ class WriteBack:
             if victim.host is not None:
                 continue  # so has all that is above it
             for node in _uncopied(self.tree, victim):
+                if self.transfers.has(node):
+                    break  # a request kept it when its adapter's copies were given up; later
                 room = host.ledger.free >= len(node.pages)
                 if busy and busy + len(node.pages) > self.under_way:
                     return

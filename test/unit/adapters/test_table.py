@@ -125,6 +125,17 @@ def test_rank_tiles_follow_the_slots() -> None:
         table.check_invariants()
 
 
+def test_rank_tiles_are_those_of_the_widest_linear_of_each_slot() -> None:
+    linears = tuple(LinearSpec(name, "mlp", name, 64, 96) for name in ("up", "gate"))
+    tiles = TileMap(ModelSpec(1, linears, torch.float16), 2048, max_rank=32)
+    table = PointerTable(4, tiles, "cpu")
+    for slot, ranks in ((3, {(0, "up"): 17, (0, "gate"): 2}), (2, {(0, "gate"): 16})):
+        packed = pack(ha.random_adapter(tiles.spec, ranks), tiles)
+        table.set(slot, packed, list(range(1, len(packed.pages) + 1)), BASE, 2048)
+        table.check_invariants()
+    assert table.rank_tiles().tolist() == [0, 0, 1, 2]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_table_is_refreshed_in_place() -> None:

@@ -58,6 +58,16 @@ def test_extend_goes_on_inside_a_begun_page() -> None:
     assert torch.cat([first, second]).tolist() == ids_of([1, 2, 3], 40)
 
 
+def test_extend_goes_on_behind_whole_pages() -> None:
+    allocator = make()
+    first = extend(allocator, [0], [32], [-1])
+    assert first is not None
+    second = extend(allocator, [32], [36], [int(first[-1])])
+    assert second is not None
+    assert allocator.last_rows == [[3]]
+    assert torch.cat([first, second]).tolist() == ids_of([1, 2, 3], 36)
+
+
 def test_decode_takes_a_page_only_at_its_first_token() -> None:
     allocator = make()
     ids = extend(allocator, [0, 0], [16, 17], [-1, -1])

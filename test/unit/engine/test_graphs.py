@@ -84,21 +84,24 @@ class Breakable(SimpleNamespace):
             assert not (fails and capturing), "no memory"
             return self.lora_backend.batch_info, capturing
 
-        capture_prefill(_capture_one, self, ShapeKey(size, variant_label=label), forward)
+        key, inputs, hook = ShapeKey(size, variant_label=label), f"inputs of {size}", forward
+        capture_prefill(_capture_one, self, key, forward, inputs, hook)
 
     def replay(self, size: int, ids: list[str | None] | None, label: str | None = None) -> Any:
         batch = SimpleNamespace(lora_ids=ids)
-        return replay_prefill(_replay, self, ShapeKey(size, variant_label=label), batch)
+        return replay_prefill(_replay, self, ShapeKey(size, variant_label=label), batch, more=size)
 
 
 def _capture_one(
     self: Any, shape_key: ShapeKey, forward_fn: Any, capture_inputs: Any, hook: Any
 ) -> None:
     assert shape_key not in self._graphs
+    assert (capture_inputs, hook) == (f"inputs of {shape_key.size}", forward_fn)
     self._graphs[shape_key] = forward_fn()
 
 
-def _replay(self: Any, shape_key: ShapeKey, static_forward_batch: Any) -> Any:
+def _replay(self: Any, shape_key: ShapeKey, static_forward_batch: Any, *, more: int) -> Any:
+    assert more == shape_key.size
     return self._graphs[shape_key]
 
 
@@ -113,17 +116,21 @@ def test_a_short_prompt_of_the_base_model_replays_a_graph_without_adapters() -> 
         assert capture_mode.get_capture_lora_variant() is None
     for size in (4, BASE_PREFILL_ROWS):
         assert backend.replay(size, [None, None]) == WITHOUT
+        assert backend.replay(size, None) == WITHOUT
         assert backend.replay(size, [None, "a"]) == WITH
     assert backend.replay(BASE_PREFILL_ROWS + 1, [None]) == WITH, "too long for a graph of its own"
 
 
 def test_variants_of_decode_graphs_are_left_alone() -> None:
     backend = Breakable()
-    for label in ("lora", "nolora"):
+    labels = ("lora", "nolora")
+    for label in labels:
+        capture_mode._set_capture_lora_variant(label)
         backend.capture(4, label)
-        assert set(backend._graphs) >= {ShapeKey(4, variant_label=label)}
-        assert backend.replay(4, [None], label) == WITH, "what its own runner chose"
-    assert len(backend._graphs) == 2
+    assert set(backend._graphs) == {ShapeKey(4, variant_label=label) for label in labels}
+    for label in labels:
+        captured = ("of this batch", label)
+        assert backend.replay(4, [None], label) == captured, "what its own runner chose"
 
 
 def test_a_capture_that_fails_leaves_the_batch_as_it_was() -> None:

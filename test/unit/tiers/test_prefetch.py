@@ -383,3 +383,14 @@ def test_an_adapter_that_was_unloaded_is_counted_no_more() -> None:
     assert "adapter 0" not in world.counters.by_adapter
     assert world.counters.total.passes_waited == 1
     world.check()
+
+
+def test_no_forward_waits_for_the_load_of_who_is_held_back() -> None:
+    world = world_with(40, 40, 3, follow_seconds=1.0)
+    request = world.enqueue(0, (1,))
+    assert request
+    world.tiers.step([request.wish])
+    world.prefetch._blocker = "one before it"
+    assert not world.prefetch.may_start(request.wish)
+    assert world.nodes[0].state is State.LOADING
+    world.settle()

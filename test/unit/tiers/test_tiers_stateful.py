@@ -71,6 +71,24 @@ class TierMachine(RuleBasedStateMachine):
     def unload(self, number: int) -> None:
         self.each(lambda world: world.unload(number))
 
+    @rule(number=NUMBERS, run=RUNS, ready=st.booleans())
+    def retire(self, number: int, run: tuple[int, ...], ready: bool) -> None:
+        """A name goes while a request reads KV that was just cached; then that request ends."""
+
+        def act(world: World) -> None:
+            world.enqueue(number, run)
+            if ready:
+                world.settle()
+            world.step()
+            world.finish(-1)
+            world.enqueue(number, (*run, 0))
+            world.step()
+            world.retire(number)
+            world.finish(-1)
+            world.step()
+
+        self.each(act)
+
     @rule(number=st.none() | NUMBERS, run=RUNS, salt=st.sampled_from(["", "", "s"]))
     def enqueue(self, number: int | None, run: tuple[int, ...], salt: str) -> None:
         self.each(lambda world: world.enqueue(number, run, salt))

@@ -271,3 +271,47 @@ def test_how_far_a_load_is_from_landing() -> None:
     assert transfers.pages_until_landed([first, third]) is None
     with pytest.raises(AssertionError, match="no load into node"):
         transfers.follow([third])
+
+
+def test_a_write_back_comes_after_the_forward_that_wrote_its_pages() -> None:
+    world = World(20, 30)
+    world.enqueue(None, (0, 1))
+    world.step()
+    world.finish(0)
+    world.tiers.step([])
+    assert world.transfers.pages_under_way(Way.STORE) == 2
+    assert not world.copier.advance("store"), "the forward has not run"
+    world.settle()
+    world.check()
+
+
+def test_pages_of_several_victims_say_the_last_of_their_forwards() -> None:
+    world = World(20, 1)
+    for run in ((0,), (1,)):
+        world.enqueue(None, run)
+        world.step()
+        world.finish(0)
+    old, late = (world.tree.peek(world.tree.base, tokens_of(run))[0] for run in ((0,), (1,)))
+    assert (old.last_forward, late.last_forward) == (1, 2)
+    # What was used last leaves first: the later forward is not the last one that is looked at.
+    old.last_use, late.last_use = late.last_use, old.last_use
+    world.tree.reprice()
+    pages = [*old.pages, *late.pages]
+    assert world.tree.evict(2) == 2
+    assert [world.ledger.last_forward([page]) for page in pages] == [2, 2]
+
+
+def test_kv_computed_anew_while_it_is_on_the_host_belongs_to_that_forward() -> None:
+    world = World(20, 30)
+    stored(world, (0, 1, 0, 1))
+    world.settle()
+    world.tree.evict(20)
+    (node,) = world.tree.peek(world.tree.base, tokens_of((0, 1, 0, 1)))
+    request = world.enqueue(None, (0, 1, 0, 1))
+    assert request
+    assert world.start(request)
+    world.finish(0)
+    assert node.pages
+    assert node.last_forward == world.ledger.forwards
+    world.check()
+    world.settle()

@@ -2,6 +2,8 @@
 
 from helpers_tiers import World, tokens_of
 
+from sglang_graft.cache import Node
+
 
 def serve(world: World, *runs: tuple[int, ...]) -> None:
     for run in runs:
@@ -61,3 +63,46 @@ def test_the_path_is_copied_before_its_end() -> None:
     path = world.tree.peek(world.tree.base, tokens_of((0, 0, 1, 1)))
     assert len(path) == 3
     assert all(node.host for node in path)
+
+
+def kept_while_copied(world: World, node: Node) -> None:
+    """An adapter retires while a request holds KV that is being copied, and the request ends."""
+    world.tree.lock(node)
+    world.tree.trim(node.adapter)
+    assert node.host is None
+    assert node.pages
+    world.tree.unlock(node)
+    assert world.transfers.has(node)
+    world.tiers.step([])
+    world.check()
+    world.settle()
+    assert node.host is not None, "it is copied when the other copy has ended"
+    world.check()
+
+
+def test_kv_is_not_copied_twice_at_once() -> None:
+    world = World(40, 40)
+    world.register(0, 3)
+    world.settle()
+    world.enqueue(0, (0, 1))
+    world.step()
+    world.finish(0)
+    world.tiers.step([])
+    (node,) = world.tree.peek(world.nodes[0], tokens_of((0, 1)))
+    kept_while_copied(world, node)
+
+
+def test_kv_whose_load_a_forward_waits_for_is_copied_when_it_has_landed() -> None:
+    world = World(40, 40)
+    world.register(0, 3)
+    world.settle()
+    world.enqueue(0, (0, 1))
+    world.step()
+    world.finish(0)
+    world.settle()
+    world.tree.evict(2)
+    (node,) = world.tree.peek(world.nodes[0], tokens_of((0, 1)))
+    assert world.tree.promote(node)
+    world.transfers.load(node)
+    world.transfers.follow([node])
+    kept_while_copied(world, node)
