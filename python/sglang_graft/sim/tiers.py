@@ -97,6 +97,10 @@ class _Instant:
         """None, ever."""
         return 0
 
+    def has(self, node: Node) -> bool:
+        """Never: a copy is over when the call returns."""
+        return False
+
     def load(self, node: Node) -> None:
         """From the host to the device."""
         if isinstance(node, AdapterNode):
