@@ -54,6 +54,9 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "stream", nullcontext)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         self.capturing = False
+        self.maker = Stream()
+        self.maker.log.append("zeros")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.maker)
         self.forward = Stream()
         arena = Arena(LAYOUT, 4, "cpu")
         host = HostPool(3, LAYOUT.page_bytes, pin=False)
@@ -84,6 +87,14 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
+
+
+def test_copies_come_after_what_made_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    for way in Way:
+        first = machine.copier._streams[way].log[0]
+        assert first.stream is machine.maker
+        assert first.place == 1
 
 
 def test_a_copy_waits_for_as_many_forwards_as_it_is_told(machine: Machine) -> None:
