@@ -94,7 +94,8 @@ def test_copies_come_after_what_made_the_arena(monkeypatch: pytest.MonkeyPatch) 
     for way in Way:
         first = machine.copier._streams[way].log[0]
         assert first.stream is machine.maker
-        assert first.place == 1
+        assert machine.maker.log[: first.place][0] == "zeros"
+        assert machine.copier._streams[way].log[1:] == []
 
 
 def test_a_copy_waits_for_as_many_forwards_as_it_is_told(machine: Machine) -> None:
@@ -139,7 +140,7 @@ def test_a_forward_comes_after_the_tickets_and_its_mark_before(machine: Machine)
 def test_a_copy_comes_after_the_copies_that_it_is_given(machine: Machine) -> None:
     first = machine.copier.copy(Way.STORE, [(1, 1)], [], 0)
     machine.copier.copy(Way.LOAD, [(2, 1)], [first], 0)
-    assert machine.copier._streams[Way.LOAD].log[0] is first.event
+    assert machine.copier._streams[Way.LOAD].log[1] is first.event
 
 
 def test_forwards_of_a_capture_count_and_leave_no_mark(machine: Machine) -> None:
@@ -156,6 +157,6 @@ def test_forwards_of_a_capture_count_and_leave_no_mark(machine: Machine) -> None
 def test_the_time_of_a_copy_is_without_what_it_waited_for(machine: Machine) -> None:
     machine.launch()
     machine.copier.copy(Way.LOAD, [(1, 1)], [], 1)
-    wait, start, end = machine.copier._streams[Way.LOAD].log
+    _, wait, start, end = machine.copier._streams[Way.LOAD].log
     assert wait.stream is machine.forward
     assert (start, end) == ("mark", "mark")
