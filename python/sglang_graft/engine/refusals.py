@@ -71,7 +71,13 @@ REQUESTED = (
     Refusal("kv_canary", _given, "it patches the stock KV pool"),
     Refusal("dllm_algorithm", _given, "diffusion models reuse KV rows in place"),
     Refusal("enable_two_batch_overlap", _given, "a batch has one set of adapter groups"),
-    Refusal("enable_mixed_chunk", _given, "SGLang's CPU attention fails on it; not tried on CUDA"),
+    # A result may then be seen before the launch of another forward that its request is part of,
+    # and loads would not wait for that one (`Node.last_forward`).
+    Refusal(
+        "enable_mixed_chunk",
+        _given,
+        "loads into its pages could overtake a request's last forward; it fails on a CPU",
+    ),
     Refusal("enable_pdmux", _given, "prefill and decode would share no stream order"),
     Refusal("elastic_ep_backend", _given, "experts carry no adapters"),
     Refusal("schedule_policy", lambda value: value == "dfs-weight", "it walks SGLang's own nodes"),
