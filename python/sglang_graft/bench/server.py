@@ -49,7 +49,7 @@ def command(
     line += ["--host", HOST, "--port", str(port), "--dtype", settings.shape.dtype_name]
     line += ["--max-total-tokens", str(split.kv_tokens), "--enable-cache-report"]
     if peer.engine == "graft" or settings.device == "cuda":
-        # Stock SGLang's allocator of pages needs a GPU; there, one token is a page.
+        # Stock SGLang's allocator of larger pages needs a GPU: on a CPU its pages hold one token.
         line += ["--page-size", str(settings.shape.page_tokens)]
     # One request after the other fails where it stands, not the server: logs stay readable.
     line += ["--log-level", "warning", *settings.more.get("all", ())]

@@ -86,11 +86,8 @@ async def _select(body: Any, model: str | None) -> Named:
 
 
 async def _load(adapters: list[str]) -> None:
-    folders = on_demand(_manager())
-    if not folders.may_hold(adapters):
-        return
     try:
-        async with folders.hold(adapters):
+        async with on_demand(_manager()).hold(adapters):
             return  # one that is unloaded right now is looked for again when SGLang resolves it
     except RefusedError as error:
         raise HTTPException(error.status_code, str(error)) from None

@@ -8,7 +8,6 @@ another model.
 
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import nullcontext
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
@@ -123,9 +122,8 @@ async def resolve_native(original: Callable[..., Awaitable[None]], self: Any, ob
         raise ValueError(
             f"lora_path: wanted one name for each of {wanted} samples, got {len(names)}"
         )
-    folders = on_demand(self)
     try:
-        async with folders.hold(names) if folders.may_hold(names) else nullcontext():
+        async with on_demand(self).hold(names):
             for name in names:
                 if name and name not in self.lora_ref_cache:
                     message = unknown(name, known(self), self.served_model_name)

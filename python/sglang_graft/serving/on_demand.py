@@ -75,11 +75,6 @@ class OnDemand:
         name = without_base(model, self.reserved)
         return name if self.roots and folder_problem(name, self.reserved) is None else None
 
-    def may_hold(self, names: Iterable[str | None]) -> bool:
-        """Whether `hold` of these names could do anything but let its block run."""
-        self.start()
-        return any(name is not None and self.candidate(name) for name in names)
-
     @asynccontextmanager
     async def hold(self, names: Iterable[str | None]) -> AsyncIterator[None]:
         """Load what lies below the roots, and keep it until the block ends.

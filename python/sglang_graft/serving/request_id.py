@@ -10,12 +10,11 @@ import uuid
 from contextvars import ContextVar
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 
 from sglang_graft.engine.hooks import Hook
 
 HEADER = "x-request-id"
-_RAW_HEADER = HEADER.encode()
 ATTRIBUTE = "graft_request_id"
 """Of a request's state in the tokenizer manager."""
 
@@ -48,8 +47,7 @@ class RequestId:
 
         async def answer(message: Any) -> None:
             if message["type"] == "http.response.start":
-                others = [pair for pair in message.get("headers", ()) if pair[0] != _RAW_HEADER]
-                message["headers"] = [*others, (_RAW_HEADER, request_id.encode("latin-1"))]
+                MutableHeaders(scope=message)[HEADER] = request_id
             await send(message)
 
         token = _current.set(request_id)

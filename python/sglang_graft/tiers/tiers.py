@@ -42,8 +42,7 @@ class Tiers:
         """Note what has landed, start what the waiting requests need, then write back."""
         self.rates.step()
         self.transfers.poll()
-        pinned = self.pinned()
-        coming = [node for node in pinned if node.state is State.LOADING] if pinned else []
+        coming = [node for node in self.pinned() if node.state is State.LOADING]
         self.images.poll(spare=self.prefetch.spared() | {node.serial for node in coming})
         for node in coming:
             mine = (wish for wish in wishes if wish.node is node)

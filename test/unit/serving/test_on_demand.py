@@ -168,23 +168,11 @@ def test_candidates_of_the_model_field(root: Path) -> None:
 def test_without_roots_nothing_happens() -> None:
     async def scenario() -> None:
         folders = OnDemand([], SECONDS, Books())
-        assert not folders.may_hold(["legal", None])
         async with folders.hold(["legal", None]):
             assert asyncio.all_tasks() == {asyncio.current_task()}
         assert await folders.listed() == []
 
     asyncio.run(scenario())
-
-
-def test_only_names_of_folders_are_held(play: Callable[[Scenario], None]) -> None:
-    async def scenario(folders: OnDemand, books: Books) -> None:
-        before = asyncio.all_tasks()
-        assert not folders.may_hold([None])
-        assert len(asyncio.all_tasks() - before) == 1, "the watch begins with the first request"
-        assert not folders.may_hold([None, "../legal"])
-        assert folders.may_hold([None, "legal"])
-
-    play(scenario)
 
 
 def test_a_bad_folder_is_refused_and_not_listed(
