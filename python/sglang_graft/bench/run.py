@@ -239,8 +239,7 @@ class _Side:
         client = httpx.AsyncClient(base_url=self.server.url, limits=_LIMITS, timeout=_ANSWER_S)
         async with client:
             await self._check(client, first.peer)
-            warm = await self._warm(client, first.peer)
-            await self._gate(client, first)
+            warm = await self._prepare(client, first)
             for done, unit in enumerate(units):
                 if not self.bench._time_for(unit):
                     return done
@@ -269,6 +268,19 @@ class _Side:
                 raise RuntimeError(f"{peer.label}: the pool has {held} bytes, more than the budget")
         else:
             stock_report(info)
+
+    async def _prepare(self, client: httpx.AsyncClient, first: Unit) -> dict[str, Any]:
+        """Warm-up and gate, within the time that a start may take: no unit's end bounds these."""
+        limit_s = self.bench.settings.start_limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                warm = await self._warm(client, first.peer)
+                await self._gate(client, first)
+        except TimeoutError:
+            raise RuntimeError(
+                f"{first.peer.label}: the warm-up had not ended after {limit_s:g} s"
+            ) from None
+        return warm
 
     async def _warm(self, client: httpx.AsyncClient, peer: Peer) -> dict[str, Any]:
         self.bench.progress.say(f"warming {peer.label}")

@@ -1,5 +1,6 @@
 """Runs against fake servers: what is measured is kept, and is not measured again."""
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from sglang_graft.bench.server import (
     environment,
 )
 from sglang_graft.bench.shape import ModelShape
-from sglang_graft.bench.units import Load, Results
+from sglang_graft.bench.units import Load, Results, Unit
 
 BUDGET_GB = 1e-3
 
@@ -116,9 +117,11 @@ def plan(*peers: str, **more: Any) -> Plan:
     return Plan(**given | more)
 
 
-def bench(what: Plan, model: Path, shape: ModelShape, out: Path) -> tuple[int, Quiet]:
+def bench(
+    what: Plan, model: Path, shape: ModelShape, out: Path, *, start_limit_s: float = 60.0
+) -> tuple[int, Quiet]:
     quiet = Quiet()
-    settings = Settings(model=model, shape=shape, device="cpu")
+    settings = Settings(model=model, shape=shape, device="cpu", start_limit_s=start_limit_s)
     about = {"machine": "CPU, 0 cores", "versions": {"torch": "0"}, "model": "tiny", "dtype": "f"}
     left = Bench(what, Results(out / "results"), settings, out / "work", about, quiet).run()
     return left, quiet
@@ -299,6 +302,27 @@ def test_a_server_that_does_not_start_is_a_result_that_can_be_tried_again(
     bench(plan("stock:2", "base", retry_failed=True), model, shape, tmp_path)
     assert farm.started == ["stock:2", "base", "stock:2"]
     assert {r["status"] for r in Results(tmp_path / "results").read_some()} == {"measured"}
+
+
+def test_a_server_that_hangs_in_its_gate_fails_and_holds_nothing_up(
+    farm: Farm, model: Path, shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = run._Side._gate
+
+    async def hangs(self: run._Side, client: httpx.AsyncClient, unit: Unit) -> None:
+        if unit.peer.label == "stock:2":
+            await asyncio.Event().wait()
+        await gate(self, client, unit)
+
+    monkeypatch.setattr(run._Side, "_gate", hangs)
+    left, _ = bench(plan("stock:2", "base"), model, shape, tmp_path, start_limit_s=3.0)
+    assert left == 0
+    found = {
+        (r["unit"]["peer"]["label"], r["status"], r.get("why"))
+        for r in Results(tmp_path / "results").read_some()
+    }
+    why = "stock:2: the warm-up had not ended after 3 s"
+    assert found == {("stock:2", "failed", why), ("base", "measured", None)}
 
 
 @pytest.mark.parametrize(
