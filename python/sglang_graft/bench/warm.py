@@ -17,6 +17,9 @@ from sglang_graft.bench.client import Answer, Send
 from sglang_graft.sim.workloads import FIRST_TOKEN, Workload
 
 BURST = 32
+# Adapters of the decode burst: several, as batches of the workload have, and no more than stock
+# SGLang has slots by default.
+_BURST_ADAPTERS = 8
 _SHORT, _LONG = 4, 24
 # Prompts of the calibration beside the workload's own, and of its burst: short enough to show what
 # does not grow with the length, and for a burst of them to stay cached in a small budget.
@@ -93,13 +96,16 @@ class Warmer:
             )
         )
 
-    async def _decode_burst(self, name: str | None) -> list[Answer]:
-        """Short prompts all at once. The second time they are cached: hardly any prefill stands
-        between the tokens."""
+    async def _decode_burst(self) -> list[Answer]:
+        """Short prompts all at once, to several adapters. The second time they are cached: hardly
+        any prefill stands between the tokens."""
+        names: list[str | None] = [None]
+        if not self.base_only:  # their ranks alternate
+            names = [adapter.name for adapter in self.workload.adapters[:_BURST_ADAPTERS]]
         length = min(_SMALL, self._lengths()[0])
-        prompts = [self._prompt(length) for _ in range(BURST)]
+        asks = [(self._prompt(length), names[i % len(names)]) for i in range(BURST)]
         for _ in range(2):
-            found = await asyncio.gather(*(self._ask(prompt, name, _LONG) for prompt in prompts))
+            found = await asyncio.gather(*(self._ask(*ask, _LONG) for ask in asks))
         return found
 
     async def _calibrate(self, name: str | None) -> dict[str, Any]:
@@ -111,7 +117,7 @@ class Warmer:
                 answer = await self._one(length, name, _LONG)
                 rows.append((length, answer.arrivals[0][0] - start))
                 alone.append(_per_token(answer))
-        together = [_per_token(answer) for answer in await self._decode_burst(name)]
+        together = [_per_token(answer) for answer in await self._decode_burst()]
         fit = fit_prefill(rows)
         return {
             "first_token": [[length, round(seconds, 5)] for length, seconds in rows],

@@ -7,11 +7,14 @@ import pytest
 from sglang_graft.bench.client import Answer
 from sglang_graft.bench.units import Load
 from sglang_graft.bench.warm import BURST, Warmer, fit_prefill
+from sglang_graft.sim.workloads import Workload
 
 WORKLOAD = Load(name="chat", rate=4.0, seconds=4.0, adapters=4).workload()
 
 
-def warm(base_only: bool = False, error: str = "") -> tuple[dict[str, object], list[object]]:
+def warm(
+    base_only: bool = False, error: str = "", workload: Workload = WORKLOAD
+) -> tuple[dict[str, object], list[object]]:
     sent: list[object] = []
     seen: set[tuple[int, ...]] = set()
 
@@ -25,7 +28,7 @@ def warm(base_only: bool = False, error: str = "") -> tuple[dict[str, object], l
     async def flush() -> None:
         sent.append("flush")
 
-    warmer = Warmer(send, WORKLOAD, 40_000, base_only, flush, lambda: 0.5)
+    warmer = Warmer(send, workload, 40_000, base_only, flush, lambda: 0.5)
     return asyncio.run(warmer.warm()), sent
 
 
@@ -48,8 +51,17 @@ def test_decode_in_a_burst_is_timed_on_cached_prompts() -> None:
     calibration = sent[sent.index("flush") + 1 : -1]
     # 64 is shorter than any prompt of the workload.
     assert calibration[-2 * BURST - 1] != (64, "adapter-0")
-    assert calibration[-2 * BURST :] == [(64, "adapter-0")] * 2 * BURST
+    everyone = [(64, f"adapter-{i % 4}") for i in range(BURST)]
+    assert calibration[-2 * BURST :] == everyone * 2
     assert (64, "adapter-0") in calibration[: -2 * BURST]
+
+
+@pytest.mark.parametrize(("adapters", "asked"), [(3, 3), (8, 8), (64, 8)])
+def test_the_burst_asks_as_many_adapters_as_stock_has_slots(adapters: int, asked: int) -> None:
+    load = Load(name="chat", rate=4.0, seconds=4.0, adapters=adapters)
+    _, sent = warm(workload=load.workload())
+    burst = sent[-2 * BURST - 1 : -1]
+    assert len({entry[1] for entry in burst}) == asked  # type: ignore[index]
 
 
 def test_base_traffic_is_warmed_with_base_traffic() -> None:
