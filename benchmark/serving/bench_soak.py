@@ -43,6 +43,7 @@ from sglang_graft.bench.machine import machine, versions
 from sglang_graft.bench.make_adapters import make_adapters
 from sglang_graft.bench.peers import parse_peers
 from sglang_graft.bench.play import Player, Record
+from sglang_graft.bench.process import tail
 from sglang_graft.bench.run import without_paths
 from sglang_graft.bench.server import Running, ServerError, Settings, Start, serving
 from sglang_graft.bench.shape import ModelShape
@@ -97,13 +98,8 @@ class Plan:
         ranks = sorted({spec.rank for spec in workload.adapters})
         spare = tuple(AdapterSpec(f"spare-{rank}", rank) for rank in ranks)
         owners = [part.name for part in parts for _ in part.adapters]
-        folders = make_adapters(
-            options.work_dir / "adapters",
-            (*workload.adapters, *spare),
-            shape,
-            seed=0,
-            distinct=DISTINCT,
-        )
+        home, specs = options.work_dir / "adapters", (*workload.adapters, *spare)
+        folders = make_adapters(home, specs, shape, seed=0, distinct=DISTINCT)
         return cls(options, shape, workload, owners, spare, folders)
 
     def start(self) -> tuple[Start, Settings]:
@@ -123,7 +119,13 @@ class Plan:
             start_limit_s=options.start_limit,
         )
         named = {spec.name: self.folders[spec.name] for spec in self.workload.adapters}
-        return Start(peer, cut, named, options.work_dir / "logs" / "soak.log"), settings
+        return Start(peer, cut, named, self.log), settings
+
+    @property
+    def log(self) -> Path:
+        """Of the server."""
+        found: Path = self.options.work_dir / "logs" / "soak.log"
+        return found
 
     def known(self) -> dict[str, Path]:
         """Two adapters of each rank that have a name from the start on."""
@@ -164,6 +166,8 @@ class Run:
     controller: Controller = field(init=False)
     watch: Watch = field(init=False)
     left: dict[str, Any] = field(default_factory=dict)
+    logged: int = 0
+    """Characters of the server's log before the traffic."""
 
     async def run(self) -> bool:
         """All of it; whether there were no problems."""
@@ -183,15 +187,8 @@ class Run:
 
     def _parts(self, client: httpx.AsyncClient, traffic: httpx.AsyncClient) -> None:
         plan, options = self.plan, self.plan.options
-        self.soak = Soak(
-            client,
-            plan.workload,
-            plan.shape,
-            self.seconds,
-            options.work_dir.resolve(),
-            options.seed,
-            say=say,
-        )
+        folder, seed = options.work_dir, options.seed
+        self.soak = Soak(client, plan.workload, plan.shape, self.seconds, folder, seed, say=say)
         clock = RealClock()
         send = HttpClient(traffic, clock)
         self.player = Player(plan.workload, send, clock, plan.shape.vocabulary)
@@ -206,6 +203,7 @@ class Run:
         await self.canaries.start()
         await self.controller.start()
         await flush(self.soak.client)
+        self.logged = len(self._log())
         self.soak.done.clear()
         self.soak.times.clear()
         say(f"canaries and folders answered after {self.soak.now():.0f} s; the soak begins")
@@ -280,12 +278,16 @@ class Run:
             await asyncio.sleep(0.2)
 
     def _log_and_memory(self) -> None:
-        log = self.plan.options.work_dir / "logs" / "soak.log"
-        for text in soak.tracebacks(log.read_text(errors="replace")):
+        if self.soak.gone.is_set():
+            say(tail(self.plan.log))
+        for text in soak.tracebacks(self._log()[self.logged :]):
             self.soak.problem(f"a traceback in the server's log: {text}")
         found = soak.growth(self.watch.memory, self.seconds)
         for text in soak.grown(found, JUDGED, self.seconds):
             self.soak.problem(text)
+
+    def _log(self) -> str:
+        return self.plan.log.read_text(errors="replace")
 
     def _records(self) -> list[Record]:
         """Those that have ended."""
@@ -386,6 +388,7 @@ def main() -> int:
     started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options = parser().parse_args()
+    options.work_dir = options.work_dir.resolve()
     try:
         return not run(options, started)
     except ValueError as error:

@@ -280,9 +280,7 @@ class Leavers:
         """Close the connection, before or after the first token."""
         task = asyncio.create_task(self._read(body))
         await asyncio.wait([task], timeout=self.source.random() * 2)
-        if not task.cancel():  # it has ended: its own error, if that is why
-            task.result()
-        await asyncio.wait([task])
+        await _ended(task)
         self.soak.done["leave"] += 1
 
     async def abort(self, body: dict[str, Any]) -> None:
@@ -290,17 +288,16 @@ class Leavers:
         self.serial += 1
         rid = f"soak-{self.soak.seed}-{self.serial}"
         task = asyncio.create_task(self._read(body | {"rid": rid}))
-        await asyncio.wait([task], timeout=self.source.random() * 2)
-        deadline = time.perf_counter() + ANSWER_S
-        while not task.done() and time.perf_counter() < deadline:
-            await self.soak.post("abort", "/abort_request", {"rid": rid})
-            await asyncio.wait([task], timeout=0.1)
-        if not task.done():
-            task.cancel()
-            self.soak.problem(f"a request went on for {ANSWER_S:g} s after its abort")
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.result()
+        try:
+            await asyncio.wait([task], timeout=self.source.random() * 2)
+            deadline = time.perf_counter() + ANSWER_S
+            while not task.done() and time.perf_counter() < deadline:
+                await self.soak.post("abort", "/abort_request", {"rid": rid})
+                await asyncio.wait([task], timeout=0.1)
+            if not task.done():
+                self.soak.problem(f"a request went on for {ANSWER_S:g} s after its abort")
+        finally:
+            await _ended(task)
 
     async def _read(self, body: dict[str, Any]) -> None:
         async with self.soak.client.stream("POST", "/generate", json=body) as response:
@@ -309,6 +306,14 @@ class Leavers:
                 self.soak.problem(f"a client that leaves: {response.status_code} {text[:300]}")
             async for _ in response.aiter_lines():
                 pass
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """End it, if it has not. Raises what it raised."""
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()
 
 
 @dataclass(slots=True)
