@@ -307,7 +307,7 @@ class Run:
             "planned": len(self.plan.workload.requests),
             "requests": dict(counts),
             "done": dict(sorted(self.soak.done.items())),
-            "largest_gap_of_loaded": self.controller.largest_gap,
+            "loaded_answers": self.controller.largest,
             "canaries": self.canaries.report(),
             "memory": soak.growth(memory, self.seconds),
             "memory_mib": [

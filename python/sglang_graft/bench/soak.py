@@ -7,11 +7,13 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import permutations
 from typing import Any
 
 import psutil
 import torch
 
+from sglang_graft.bench import gate
 from sglang_graft.bench.figures import first_token_seconds, spread
 from sglang_graft.bench.play import UNFINISHED, Record
 
@@ -88,6 +90,36 @@ def _quarter(when: float, seconds: float) -> int:
 def _brief(values: Sequence[float]) -> dict[str, float] | None:
     found = spread(values) if len(values) >= ENOUGH else None
     return found and {name: found[name] for name in ("mean", "p50")}
+
+
+def agreement(first: Sequence[gate.Row], rows: Sequence[gate.Row], dtype: str) -> dict[str, Any]:
+    """`gate.compare` of answers in the same order, and more strictly: the best log-probability must
+    be the same within the tolerance too, as long as both sides have the same tokens before it.
+
+    On a random model many tokens nearly tie, so that a wrong answer may part at a tie. ValueError
+    for answers of other lengths.
+    """
+    differences = [0.0]
+    for one, other in zip(first, rows, strict=True):
+        for step, (mine, theirs) in enumerate(zip(one["best"], other["best"], strict=True)):
+            differences.append(abs(mine[0] - theirs[0]))
+            if one["ids"][step] != other["ids"][step]:
+                break
+    found = gate.compare(first, rows, dtype)
+    agree = found["agree"] and max(differences) <= found["tolerance"]
+    return found | {"largest_logprob_difference": max(differences), "agree": agree}
+
+
+def other_weights_found(rows: Sequence[gate.Row], dtype: str) -> float:
+    """How much canaries can see: the share of wrong answers (those of other names to the same
+    prompt) that `agreement` would find if there were only one."""
+    pairs = [
+        (one, other | {"name": one["name"]})
+        for one, other in permutations(rows, 2)
+        if one["length"] == other["length"] and one["name"] != other["name"]
+    ]
+    found = [not agreement([one], [other], dtype)["agree"] for one, other in pairs]
+    return sum(found) / max(len(found), 1)
 
 
 def resident(pid: int) -> dict[str, int]:

@@ -23,13 +23,20 @@ from sglang_graft.bench.clock import RealClock
 from sglang_graft.bench.samples import Sample, Sampler, graft_sample
 from sglang_graft.bench.server import Running
 from sglang_graft.bench.shape import ModelShape
-from sglang_graft.bench.soak import device_bytes, pool_problems, resident
+from sglang_graft.bench.soak import (
+    agreement,
+    device_bytes,
+    other_weights_found,
+    pool_problems,
+    resident,
+)
 from sglang_graft.sim.workloads import FIRST_TOKEN, Workload
 
 ANSWER_S = 120.0
 """For a canary or a control operation amid the traffic."""
 CANARY_S, SAMPLE_S = 20.0, 1.0
 OK = httpx.codes.OK
+LARGEST = ("largest_gap_where_they_part", "largest_logprob_difference")
 
 
 @dataclass(slots=True)
@@ -116,26 +123,24 @@ class Canaries:
     def judge(self, rows: list[gate.Row], when: str, begun: float) -> None:
         """Compare with the first answers. They may part where two tokens are equally likely."""
         try:
-            found = gate.compare(self.first, rows, self.soak.shape.dtype_name)
+            found = agreement(self.first, rows, self.soak.shape.dtype_name)
         except ValueError as error:  # answers of other lengths
             self.soak.problem(f"canaries {when}: {error}")
             return
         timed = {"at_s": begun, "seconds": self.soak.now() - begun, "when": when}
         self.rounds.append(timed | found)
         if not found["agree"]:
-            gap = found["largest_gap_where_they_part"]
-            self.soak.problem(f"canaries {when}: they part {gap:.3f} above the other token")
+            self.soak.problem(f"canaries {when}: not the first answers: {found}")
 
     def report(self) -> dict[str, Any]:
         return {
             "questions": len(self.first),
+            "other_weights_found": other_weights_found(self.first, self.soak.shape.dtype_name),
             "rounds": len(self.rounds),
             "agree": sum(row["agree"] for row in self.rounds),
             "answers": sum(row["answers"] for row in self.rounds),
             "equal": sum(row["equal"] for row in self.rounds),
-            "largest_gap_where_they_part": max(
-                (row["largest_gap_where_they_part"] for row in self.rounds), default=None
-            ),
+            **{name: max((row[name] for row in self.rounds), default=None) for name in LARGEST},
             "by_round": self.rounds,
         }
 
@@ -162,8 +167,7 @@ class Controller:
     prompt: list[int] = field(init=False)
     source: random.Random = field(init=False)
     serial: int = 0
-    largest_gap: float = 0.0
-    """Of the two best tokens where an answer parted from the first one."""
+    largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LARGEST, 0.0))
 
     def __post_init__(self) -> None:
         self.source = random.Random(f"controller {self.soak.seed}")
@@ -230,11 +234,11 @@ class Controller:
         """Its answer must be the first one from the same folder."""
         named = row | {"name": self.truth[origin]["name"]}
         try:
-            found = gate.compare([self.truth[origin]], [named], self.soak.shape.dtype_name)
+            found = agreement([self.truth[origin]], [named], self.soak.shape.dtype_name)
         except ValueError as error:  # of another length
             self.soak.problem(f"{what} of {origin}: {error}")
             return
-        self.largest_gap = max(self.largest_gap, found["largest_gap_where_they_part"])
+        self.largest |= {name: max(self.largest[name], found[name]) for name in LARGEST}
         self.soak.done["loaded answers equal" if found["equal"] else "loaded answers parted"] += 1
         if not found["agree"]:
             self.soak.problem(f"{what} of {origin}: it answers as another adapter: {found}")

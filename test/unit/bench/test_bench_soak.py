@@ -161,6 +161,40 @@ def test_tracebacks_are_found_by_their_exception() -> None:
     assert soak.tracebacks("[10:00] started\n") == []
 
 
+def row(name: str, ids: list[int], best: list[list[float]], length: int = 5) -> dict[str, Any]:
+    return {"name": name, "length": length, "ids": ids, "best": best}
+
+
+CLEAR, TIE, OTHER_TIE = [[-0.1, -3.0]], [[-0.5, -0.6]], [[-0.9, -1.0]]
+
+
+def test_log_probabilities_are_compared_until_the_answers_part() -> None:
+    one = row("a", [1, 2, 3], [[-0.1, -1.0], [-0.5, -0.6], [-1.0, -1.1]])
+    other = row("a", [1, 9, 9], [[-0.2, -1.0], [-0.7, -0.9], [-9.0, -9.0]])
+    found = soak.agreement([one], [other], "bfloat16")
+    assert found["largest_logprob_difference"] == pytest.approx(0.2)
+    assert found["agree"]
+    assert not soak.agreement([one], [other], "float32")["agree"]
+
+
+def test_a_tie_of_other_likelihood_is_another_answer() -> None:
+    assert soak.agreement([row("a", [1], TIE)], [row("a", [2], TIE)], "bfloat16")["agree"]
+    found = soak.agreement([row("a", [1], TIE)], [row("a", [2], OTHER_TIE)], "bfloat16")
+    assert found["largest_gap_where_they_part"] == pytest.approx(0.1)
+    assert not found["agree"]
+    # Nor do equal tokens make it the same.
+    assert not soak.agreement([row("a", [1], TIE)], [row("a", [1], OTHER_TIE)], "bfloat16")["agree"]
+
+
+def test_what_canaries_can_see_is_known() -> None:
+    near = [[-0.4, -0.6]]
+    rows = [row("a", [1], near), row("b", [2], TIE), row("c", [3], OTHER_TIE)]
+    rows.append(row("d", [9], CLEAR, length=6))
+    # a and b would be taken for each other, c for none; d had another prompt.
+    assert soak.other_weights_found(rows, "bfloat16") == pytest.approx(4 / 6)
+    assert soak.other_weights_found(rows[:1], "bfloat16") == 0
+
+
 SERVER = """
 import subprocess, sys
 child = "import setproctitle, time; setproctitle.setproctitle('sglang::scheduler'); print('up', "\
