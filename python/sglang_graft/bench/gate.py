@@ -31,8 +31,8 @@ async def ask(
 ) -> dict[str, list[Row]]:
     """Answers of the base model and of adapters of every rank: one by one, and all at once."""
     requests = _requests(workload, vocabulary, base_only)
-    alone = [await _answer(client, *request) for request in requests]
-    together = await asyncio.gather(*(_answer(client, *request) for request in requests))
+    alone = [await answer(client, *request) for request in requests]
+    together = await asyncio.gather(*(answer(client, *request) for request in requests))
     return {"alone": alone, "at_once": list(together)}
 
 
@@ -53,7 +53,11 @@ def _requests(
     return [(name, prompt) for name in (None, *([] if base_only else few)) for prompt in prompts]
 
 
-async def _answer(client: httpx.AsyncClient, name: str | None, prompt: list[int]) -> Row:
+async def answer(client: httpx.AsyncClient, name: str | None, prompt: list[int]) -> Row:
+    """A few greedy tokens of an adapter (None: the base model), as `compare` takes them.
+
+    Raises httpx.HTTPError when there is no answer.
+    """
     body = request_body(prompt, name, _TOKENS) | {"return_logprob": True, "top_logprobs_num": 2}
     response = await client.post("/generate", json=body)
     response.raise_for_status()

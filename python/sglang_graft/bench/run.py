@@ -333,7 +333,7 @@ class _Side:
         return {
             "status": "measured",
             "about": self.bench.about,
-            "command": _without_paths(self.server.line),
+            "command": without_paths(self.server.line),
             "split": self.group.cut.report(),
             "sizes": asdict(self.bench.settings.shape.sizes),
             "host_bytes": self.host_bytes,
@@ -364,7 +364,7 @@ class _Side:
         return Sampler(client, "/server_info", read, clock, period)
 
 
-def _without_paths(line: Sequence[str]) -> list[str]:
+def without_paths(line: Sequence[str]) -> list[str]:
     """The command as others can run it: no folders of this machine, no adapter one by one."""
     kept = list(line[: line.index("--lora-paths") + 1] if "--lora-paths" in line else line)
     place = kept.index("--model-path") + 1

@@ -32,12 +32,13 @@ class ServerError(RuntimeError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """How servers are started. `more`: further flags by engine (stock, base, graft), and for all
-    of them under "all"."""
+    of them under "all"; `env`: further variables of their environment."""
 
     model: Path
     shape: ModelShape
     device: str
     more: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
     start_limit_s: float = 600.0
 
 
@@ -76,12 +77,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that answers. start_s: how long it took to; `stop`: end it before the others."""
+    """A server that answers. start_s: how long it took to; `stop`: end it before the others; pid:
+    the process above all of its others."""
 
     url: str
     start_s: float
     line: tuple[str, ...]
     stop: Callable[[], None]
+    pid: int
 
 
 @contextmanager
@@ -95,7 +98,7 @@ def serving(starts: Sequence[Start], settings: Settings) -> Iterator[list[Runnin
     try:
         for start, port in zip(starts, free_ports(len(starts)), strict=True):
             line = command(start.peer, start.split, start.adapters, settings, port)
-            process = launch(line, start.log, environment(start.peer))
+            process = launch(line, start.log, environment(start.peer) | dict(settings.env))
             found.append(_Child(process, f"http://{HOST}:{port}", start.log, line))
         yield _wait(found, settings.start_limit_s)
     finally:
@@ -126,7 +129,7 @@ class _Child:
         """What became of its start; None as long as it goes on."""
         if _healthy(self.url):
             took = time.monotonic() - self.begun
-            return Running(self.url, took, tuple(self.line), self.stop)
+            return Running(self.url, took, tuple(self.line), self.stop, self.process.pid)
         ended = self.process.poll() is not None
         if not ended and time.monotonic() <= self.begun + limit_s:
             return None

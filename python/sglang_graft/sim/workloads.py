@@ -8,8 +8,8 @@ turns; a later turn comes `think_s` after the turn before it has ended, whenever
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -279,3 +279,54 @@ def generate(name: str, *, seed: int = 0, size: Size | None = None) -> Workload:
     make = _Maker(seed)
     adapters = GENERATORS[name](make, size)
     return Workload(name, seed, adapters, tuple(make.requests[: size.requests]))
+
+
+def merge(workloads: Sequence[Workload]) -> Workload:
+    """All of them at the same time: requests by arrival, adapters in the order of the workloads.
+
+    An adapter gets its workload's name in front of its own; no segment of one workload is a segment
+    of another. ValueError when there is none, or two have the same name.
+    """
+    names = [workload.name for workload in workloads]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"--workloads: wanted one or more, each once; got {', '.join(names) or 'none'}"
+        )
+    adapters: list[AdapterSpec] = []
+    requests: list[Request] = []
+    begun: list[float] = []  # when the first turn comes: a later one has no time of its own
+    for workload in workloads:
+        used = (s.key for r in requests for s in (*r.prompt, r.output))
+        keys = 1 + max(used, default=-1)
+        first, base = len(requests), len(adapters)
+        adapters += [AdapterSpec(f"{workload.name}-{a.name}", a.rank) for a in workload.adapters]
+        for request in workload.requests:
+            before = None if request.previous is None else first + request.previous
+            begun.append(request.arrival_s if before is None else begun[before])
+            requests.append(_moved(request, base, keys, before))
+    order = sorted(range(len(requests)), key=begun.__getitem__)
+    place = {old: new for new, old in enumerate(order)}
+    arranged = (requests[old] for old in order)
+    return Workload(
+        "+".join(names),
+        workloads[0].seed,
+        tuple(adapters),
+        tuple(
+            r if r.previous is None else replace(r, previous=place[r.previous]) for r in arranged
+        ),
+    )
+
+
+def _moved(request: Request, adapters: int, keys: int, previous: int | None) -> Request:
+    """With adapters and segment keys counted on from these."""
+
+    def segment(own: Segment) -> Segment:
+        return replace(own, key=own.key + keys)
+
+    return replace(
+        request,
+        adapter=request.adapter + adapters,
+        prompt=tuple(segment(own) for own in request.prompt),
+        output=segment(request.output),
+        previous=previous,
+    )

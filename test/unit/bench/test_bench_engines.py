@@ -85,7 +85,7 @@ class Farm:
             own.close()
 
         line = command(start.peer, start.split, start.adapters, settings, 1)
-        return Running(server.url, 0.1, tuple(line), stop)
+        return Running(server.url, 0.1, tuple(line), stop, pid=0)
 
 
 @pytest.fixture

@@ -9,10 +9,13 @@ from sglang_graft.sim.workloads import (
     FIRST_TOKEN,
     GENERATORS,
     SMALLEST_VOCABULARY,
+    AdapterSpec,
+    Request,
     Segment,
     Size,
     Workload,
     generate,
+    merge,
 )
 
 SHAPES = {  # name: adapters, ranks, (prompt of a first turn, output), turns
@@ -121,3 +124,66 @@ def test_keys_make_distinct_tokens_and_equal_keys_equal_ones() -> None:
 def test_wrong_wishes(name: str, size: Size, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(name, size=size)
+
+
+def keys(workload: Workload) -> set[int]:
+    return {s.key for r in workload.requests for s in (*r.prompt, r.output)}
+
+
+def test_merged_workloads_come_by_arrival_and_share_nothing() -> None:
+    parts = [generate(name, size=Size(requests=80, adapters=5)) for name in GENERATORS]
+    merged = merge(parts)
+    assert len(merged.requests) == 80 * len(parts)
+    assert len(keys(merged)) == sum(len(keys(part)) for part in parts)
+    names = [f"{part.name}-{spec.name}" for part in parts for spec in part.adapters]
+    assert [spec.name for spec in merged.adapters] == names
+    arrivals = [r.arrival_s for r in merged.requests]
+    assert arrivals == sorted(arrivals)
+
+
+def test_each_workload_is_as_it_was_within_a_merged_one() -> None:
+    parts = [generate(name, seed=2, size=Size(requests=60, adapters=5)) for name in GENERATORS]
+    merged, base = merge(parts), 0
+    for part in parts:
+        own = range(base, base + len(part.adapters))
+        places = [i for i, r in enumerate(merged.requests) if r.adapter in own]
+        assert len(places) == len(part.requests)
+        for request, place in zip(part.requests, places, strict=True):
+            found = merged.requests[place]
+            before = None if request.previous is None else places[request.previous]
+            assert found.previous == before
+            assert before is None or before < place
+            assert found.adapter - base == request.adapter
+            assert (found.arrival_s, found.think_s) == (request.arrival_s, request.think_s)
+            assert merged.adapters[found.adapter].rank == part.adapters[request.adapter].rank
+            # Equal segments stay equal, within one workload.
+            shift = found.output.key - request.output.key
+            assert [(s.key - shift, s.length, s.generated) for s in found.prompt] == [
+                (s.key, s.length, s.generated) for s in request.prompt
+            ]
+        base += len(part.adapters)
+
+
+def test_a_later_turn_without_a_time_stays_behind_its_first() -> None:
+    answer = Segment(2, 2, generated=True)
+    first = Request(0, (Segment(1, 4),), answer, 5.0)
+    later = Request(0, (Segment(1, 4), answer), Segment(3, 2, generated=True), previous=0)
+    other = Request(0, (Segment(1, 4),), answer, 3.0)
+    adapters = (AdapterSpec("a", 8),)
+    merged = merge(
+        [Workload("one", 4, adapters, (first, later)), Workload("two", 0, adapters, (other,))]
+    )
+    assert (merged.name, merged.seed) == ("one+two", 4)
+    assert [(r.arrival_s, r.previous) for r in merged.requests] == [
+        (3.0, None),
+        (5.0, None),
+        (0.0, 1),
+    ]
+
+
+def test_what_cannot_be_merged() -> None:
+    one = generate("chat", size=Size(requests=4))
+    with pytest.raises(ValueError, match="got none"):
+        merge([])
+    with pytest.raises(ValueError, match="got chat, chat"):
+        merge([one, one])
