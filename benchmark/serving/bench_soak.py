@@ -71,7 +71,9 @@ JUDGED = ("scheduler", "http", "gpu")
 SHOWN = 20
 SILENT_S = 300.0
 """A request of the traffic that gets nothing for so long has failed."""
-WRITE_S, SETTLE_S, SERIES_S = 30.0, 60.0, 10
+WRITE_S, SETTLE_S = 30.0, 60.0
+SERIES = 10
+"""Of so many samples of memory one is in the result."""
 END_S, SHORTEST_S = 45.0, 10.0
 """What `--limit-s` leaves for the end, and the shortest soak."""
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
@@ -124,8 +126,7 @@ class Plan:
     @property
     def log(self) -> Path:
         """Of the server."""
-        found: Path = self.options.work_dir / "logs" / "soak.log"
-        return found
+        return Path(self.options.work_dir, "logs", "soak.log")
 
     def known(self) -> dict[str, Path]:
         """Two adapters of each rank that have a name from the start on."""
@@ -187,8 +188,8 @@ class Run:
 
     def _parts(self, client: httpx.AsyncClient, traffic: httpx.AsyncClient) -> None:
         plan, options = self.plan, self.plan.options
-        folder, seed = options.work_dir, options.seed
-        self.soak = Soak(client, plan.workload, plan.shape, self.seconds, folder, seed, say=say)
+        given = (plan.workload, plan.shape, self.seconds, options.work_dir, options.seed)
+        self.soak = Soak(client, *given, say=say)
         clock = RealClock()
         send = HttpClient(traffic, clock)
         self.player = Player(plan.workload, send, clock, plan.shape.vocabulary)
@@ -203,7 +204,7 @@ class Run:
         await self.canaries.start()
         await self.controller.start()
         await flush(self.soak.client)
-        self.logged = len(self._log())
+        self.logged = len(self.plan.log.read_text(errors="replace"))
         self.soak.done.clear()
         self.soak.times.clear()
         say(f"canaries and folders answered after {self.soak.now():.0f} s; the soak begins")
@@ -266,28 +267,28 @@ class Run:
         await self.canaries.round("at the end")
 
     async def _settle(self) -> None:
-        """Wait until no request is left anywhere. RuntimeError when some stay."""
+        """Wait until no request and no copy is left anywhere. RuntimeError when some stay."""
         deadline = time.perf_counter() + SETTLE_S
         while True:
             requests = await self.soak.get("/graft/requests")
-            pages = (await self.soak.get("/graft/pool"))["pages"]
-            if not requests["total"] and not requests["retired"] and not pages["kv_running"]:
+            pool = await self.soak.get("/graft/pool")
+            left = {name: pool["pages"][name] for name in ("kv_running", "in_flight")}
+            left |= {name: pool["host"][name] for name in ("pages_loading", "pages_storing")}
+            left |= {"requests": requests["total"], "retired": len(requests["retired"])}
+            if not any(left.values()):
                 return
             if time.perf_counter() > deadline:
-                raise RuntimeError(f"requests stay: {requests['total']}, {pages}")
+                raise RuntimeError(f"after {SETTLE_S:g} s there were {left}")
             await asyncio.sleep(0.2)
 
     def _log_and_memory(self) -> None:
         if self.soak.gone.is_set():
             say(tail(self.plan.log))
-        for text in soak.tracebacks(self._log()[self.logged :]):
+        for text in soak.tracebacks(self.plan.log.read_text(errors="replace")[self.logged :]):
             self.soak.problem(f"a traceback in the server's log: {text}")
         found = soak.growth(self.watch.memory, self.seconds)
         for text in soak.grown(found, JUDGED, self.seconds):
             self.soak.problem(text)
-
-    def _log(self) -> str:
-        return self.plan.log.read_text(errors="replace")
 
     def _records(self) -> list[Record]:
         """Those that have ended."""
@@ -312,7 +313,7 @@ class Run:
             "memory": soak.growth(memory, self.seconds),
             "memory_mib": [
                 {"at_s": round(when)} | {name: round(size / 2**20) for name, size in row.items()}
-                for when, row in memory[::SERIES_S]
+                for when, row in memory[::SERIES]
             ],
             "drift": soak.drift(records, owners, self.seconds),
             "moved": moved(self.watch.pool.samples),
