@@ -33,12 +33,13 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": SMALLEST_VOCABULARY,
     },
 }
-"""By the name that `graft bench model` takes."""
+SHAPES["tiny-deep"] = SHAPES["tiny"] | {"num_hidden_layers": 32}
+"""By the name that `graft bench model` takes. tiny-deep: as many tensors as a real model has."""
 
 _LAYERS_A_FILE = 8
 _CONTEXT = 131_072
 # Small shapes need wide weights, or every prompt ends in the same token.
-_STD = {"llama-3.1-8b": 0.02, "tiny": 0.3}
+_STD = {"llama-3.1-8b": 0.02, "tiny": 0.3, "tiny-deep": 0.3}
 
 Draw = Callable[..., torch.Tensor]
 

@@ -86,7 +86,7 @@ def numbers(text: str, flag: str) -> list[float]:
 
 @app.command("model")
 def model_command(
-    shape: Annotated[str, typer.Argument(help="llama-3.1-8b or tiny.")],
+    shape: Annotated[str, typer.Argument(help="llama-3.1-8b, tiny or tiny-deep.")],
     out: Annotated[Path, typer.Option(help="Folder of the model.")],
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:

@@ -10,7 +10,6 @@ which a load becomes visible depends on the disk; with more than one rank it wou
 agreed upon, and those are refused at start.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_graft.engine import pinning
+from sglang_graft.engine.give_way import give_way
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.lora_manager import READ_ERRORS, GraftLoRAManager
 from sglang_graft.engine.start_adapters import ReadAdapter
@@ -32,6 +32,11 @@ class Loads:
     )
     _jobs: deque[tuple[Any, "Future[ReadAdapter]"]] = field(default_factory=deque)
 
+    @property
+    def are_under_way(self) -> bool:
+        """Whether there are loads that nobody has taken."""
+        return bool(self._jobs)
+
     def start(self, request: Any, read: Callable[[Any], ReadAdapter]) -> None:
         """Begin to read the adapter of one LoadLoRAAdapterReqInput."""
         self._jobs.append((request, self._threads.submit(read, request.to_ref())))
@@ -41,8 +46,6 @@ class Loads:
         ended = []
         while self._jobs and self._jobs[0][1].done():
             ended.append(self._jobs.popleft())
-        if self._jobs:
-            time.sleep(0)  # let the thread have Python's lock, if it waits for it
         return ended
 
 
@@ -64,6 +67,8 @@ def finish(self: Any, recv_reqs: list[Any]) -> None:
     """BEFORE `Scheduler.process_input_requests`."""
     for request, future in _loads.done():
         self.ipc_channels.send_to_tokenizer.send_output(_result(self, request, future), request)
+    if _loads.are_under_way:
+        give_way(self)
 
 
 def _result(scheduler: Any, request: Any, future: "Future[ReadAdapter]") -> Any:

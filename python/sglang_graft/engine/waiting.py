@@ -14,6 +14,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 from sglang_graft.engine import prefill_times
+from sglang_graft.engine.give_way import give_way
 from sglang_graft.engine.hooks import Hook
 from sglang_graft.engine.tiers import note_forward_stream
 from sglang_graft.tiers import Wish
@@ -93,6 +94,8 @@ def begin_pass(self: Any, prefill_delayer_single_pass: Any, running_batch: Any) 
     if cache.tenancy.enabled:
         cache.tenancy.begin_pass(running(self, running_batch), self.waiting_queue)
     cache.waiting.step(cache.tenancy.choose(self.waiting_queue))
+    if cache.tiers.is_reading:
+        give_way(self)
     cache.check_now()
 
 

@@ -68,9 +68,14 @@ class Tiers:
         self.counters.forget(adapter.identity)
 
     @property
+    def is_reading(self) -> bool:
+        """Whether threads read adapters, or fill them into the host pool."""
+        return not self.images.store.idle
+
+    @property
     def at_rest(self) -> bool:
         """Whether nothing is being read or copied."""
-        return self.transfers.idle and self.images.store.idle
+        return self.transfers.idle and not self.is_reading
 
     def report(self) -> dict[str, Any]:
         """Pages of the host pool by owner, what is under way, and the counters."""

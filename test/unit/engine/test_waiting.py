@@ -23,6 +23,7 @@ class Cache:
     """The parts of the tree cache that the waiting queue looks at."""
 
     keep = True
+    is_reading = False
 
     def __init__(self) -> None:
         self.node = AdapterNode(1, "a", 2)
