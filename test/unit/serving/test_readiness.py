@@ -26,6 +26,10 @@ class Manager:
         self.asked: list[Any] = []
         self.broken = broken or {}
         self.loops = 0
+        self.frozen: list[ServerStatus] = []
+
+    async def freeze_gc(self) -> None:
+        self.frozen.append(self.server_status)
 
     async def generate_request(self, obj: Any, request: Any) -> Any:
         assert request is None, "this would be a client"
@@ -73,11 +77,13 @@ def test_ready_only_once_all_are_warm() -> None:
         task = asyncio.create_task(ready.warm_up())
         await asyncio.sleep(0.15)
         assert manager.asked == [], "SGLang's own warm-up comes first"
+        assert manager.frozen == [], "what it makes belongs to the start"
         manager.server_status = ServerStatus.Up
         assert ready.look().reason == "0 of 2 adapters are warm"
         await asyncio.wait_for(task, 10)
         assert ready.look().ready
         assert [obj.lora_path for obj in manager.asked] == ["a", "b"]
+        assert manager.frozen == [ServerStatus.Up]
         assert manager.asked[0].sampling_params == {"max_new_tokens": 1, "temperature": 0.0}
 
     asyncio.run(run())
