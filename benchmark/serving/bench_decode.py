@@ -11,9 +11,10 @@ Decode step: 64 requests in one call, 128 prompt tokens each; (time for 256 new 
 32) / 224, so that prefill and HTTP cancel. First token: one request at a time, 256 prompt tokens,
 one new token, on one open connection (a new HTTP client loads certificates for tens of
 milliseconds); base, warm and cold adapters take turns, so that what the machine does meanwhile
-reaches all of them alike. Medians over the repeats. Also greedy answers, alone and all at once,
-which tell whether graphs, the overlap schedule or the batch change tokens (compare the files of two
-runs with different `--graft-args`).
+reaches all of them alike; `inside` is the part that the server counts, from the request's arrival
+in its HTTP process to the answer's. Medians over the repeats. Also greedy answers, alone and all at
+once, which tell whether graphs, the overlap schedule or the batch change tokens (compare the files
+of two runs with different `--graft-args`).
 
 What this does not show: arrivals, queueing, prefix reuse; the model is random, so no text.
 """
@@ -36,6 +37,7 @@ BATCH, PROMPT, VOCABULARY = 64, 128, 128_000
 SHORT, LONG = 32, 256
 COLD, TURNS = 16, 40
 """First tokens: how many adapters are asked cold, and how often the others are asked."""
+INSIDE = ", inside"
 Names = list[str | None]
 
 
@@ -58,8 +60,10 @@ def cases(names: list[str]) -> dict[str, Names]:
     return {"base": [None] * BATCH, **spread, "half base": half * (BATCH // 2)}
 
 
-def generate(client: httpx.Client, prompts: list[list[int]], names: Names, tokens: int) -> float:
-    """Seconds that one call takes."""
+def generate(
+    client: httpx.Client, prompts: list[list[int]], names: Names, tokens: int
+) -> tuple[float, float]:
+    """Seconds that one call takes, and those of its slowest request by the server's own count."""
     body: dict[str, Any] = {
         "input_ids": prompts,
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
@@ -70,9 +74,10 @@ def generate(client: httpx.Client, prompts: list[list[int]], names: Names, token
     reply = client.post("/generate", json=body)
     seconds = time.perf_counter() - start
     reply.raise_for_status()
-    got = [len(row["output_ids"]) for row in reply.json()]
+    rows = reply.json()
+    got = [len(row["output_ids"]) for row in rows]
     assert got == [tokens] * len(prompts), got
-    return seconds
+    return seconds, max(row["meta_info"]["e2e_latency"] for row in rows)
 
 
 def prompts_for(source: random.Random, count: int, length: int) -> list[list[int]]:
@@ -86,7 +91,7 @@ def step_ms(client: httpx.Client, names: Names, source: random.Random, repeats: 
     steps = []
     for _ in range(repeats):
         short, long = (
-            generate(client, prompts_for(source, BATCH, PROMPT), names, n) for n in (SHORT, LONG)
+            generate(client, prompts_for(source, BATCH, PROMPT), names, n)[0] for n in (SHORT, LONG)
         )
         steps.append((long - short) / (LONG - SHORT) * 1e3)
     return steps
@@ -97,12 +102,14 @@ def first_token_ms(
 ) -> dict[str, list[float]]:
     """Milliseconds to the first token of one request after the other, by case; cases take turns
     as long as they have names left."""
-    times: dict[str, list[float]] = {case: [] for case in asked}
+    times: dict[str, list[float]] = {case + of: [] for case in asked for of in ("", INSIDE)}
     for turn in range(max(len(names) for names in asked.values())):
         for case, names in asked.items():
             if turn < len(names):
-                seconds = generate(client, prompts_for(source, 1, length), [names[turn]], 1)
+                prompts = prompts_for(source, 1, length)
+                seconds, inside = generate(client, prompts, [names[turn]], 1)
                 times[case].append(seconds * 1e3)
+                times[case + INSIDE].append(inside * 1e3)
     return times
 
 
