@@ -9,9 +9,11 @@ from sglang_graft.engine import background_load, give_way, waiting
 from sglang_graft.engine.background_load import Loads
 
 
-def scheduler(*, running: bool = False, last: object = None) -> Any:
+def scheduler(*, running: bool = False, last: object = None, paused: bool = False) -> Any:
     return SimpleNamespace(
-        running_batch=SimpleNamespace(is_empty=lambda: not running), last_batch=last
+        running_batch=SimpleNamespace(is_empty=lambda: not running),
+        last_batch=last,
+        _engine_paused=paused,
     )
 
 
@@ -28,6 +30,8 @@ def test_only_an_idle_loop_stands_still(slept: list[float]) -> None:
     assert slept == []
     give_way.give_way(scheduler())
     assert slept == [give_way.TURN_SECONDS]
+    give_way.give_way(scheduler(running=True, last=object(), paused=True))
+    assert slept == [give_way.TURN_SECONDS] * 2
 
 
 @pytest.mark.parametrize("reading", [True, False])
