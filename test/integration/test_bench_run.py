@@ -59,4 +59,4 @@ def test_both_sides_are_measured_once_and_reported(
     text = page.read_text()
     assert "| graft:cost | 2 |" in text
     assert "**missing**" not in text
-    assert "stock:2, 1 idle; graft:cost, 0 idle" in text
+    assert "stock:2, 1 paused; graft:cost, 0 paused" in text

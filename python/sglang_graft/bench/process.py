@@ -39,6 +39,22 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def pause(process: subprocess.Popen[bytes]) -> None:
+    """Stop a server with its children where they are; nothing happens to one that has ended."""
+    _tell(process, signal.SIGSTOP)
+
+
+def resume(process: subprocess.Popen[bytes]) -> None:
+    """Let a paused server go on; nothing happens to one that runs, or has ended."""
+    _tell(process, signal.SIGCONT)
+
+
+def _tell(process: subprocess.Popen[bytes], what: signal.Signals) -> None:
+    """All of its group."""
+    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+        os.killpg(process.pid, what)
+
+
 def stop(*processes: subprocess.Popen[bytes], limit_s: float = 15.0) -> None:
     """End servers, all at the same time: first kindly, then their whole groups by force.
 
@@ -46,6 +62,7 @@ def stop(*processes: subprocess.Popen[bytes], limit_s: float = 15.0) -> None:
     """
     for process in processes:
         process.terminate()
+        resume(process)  # a paused one would not hear of it
     deadline = time.monotonic() + limit_s
     try:
         for process in processes:
@@ -53,8 +70,7 @@ def stop(*processes: subprocess.Popen[bytes], limit_s: float = 15.0) -> None:
                 process.wait(max(deadline - time.monotonic(), 0))
     finally:
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):  # all of it has ended
-                os.killpg(process.pid, signal.SIGKILL)
+            _tell(process, signal.SIGKILL)
             process.wait()
 
 

@@ -247,20 +247,21 @@ def _starts_alone(row: Row) -> Iterator[float]:
 
 
 def _company(own: Sequence[Row]) -> Iterator[str]:
-    """Which servers were measured while others stood idle on the device."""
-    beside: dict[str, list[int]] = {}
+    """Which servers were measured while others stood on the device, idle or paused."""
+    beside: dict[tuple[str, str], list[int]] = {}
     for row in own:
         for result in row.results:
             if result.get("started_together", 1) > 1:
-                beside.setdefault(row.label, []).append(result["beside"])
+                how = "paused" if result.get("paused") else "idle"
+                beside.setdefault((row.label, how), []).append(result["beside"])
     if beside:
         yield ""
         yield (
-            "Started together with others, and measured one at a time while others stood idle on "
-            "the device (their start times say nothing and are left out): "
+            "Started together with others, and measured one at a time while others stood on the "
+            "device, idle or paused (their start times say nothing and are left out): "
             + "; ".join(
-                f"{label}, {'-'.join(str(n) for n in sorted({min(seen), max(seen)}))} idle"
-                for label, seen in beside.items()
+                f"{label}, {'-'.join(str(n) for n in sorted({min(seen), max(seen)}))} {how}"
+                for (label, how), seen in beside.items()
             )
             + "."
         )

@@ -123,13 +123,22 @@ class Bench:
         return not (self.plan.retry_failed and self.results.status(unit) == "failed")
 
     def _measure(self, lot: Sequence[_Group]) -> int:
-        """Groups whose servers start together; returns how many units are done then."""
+        """Groups whose servers start together; returns how many units are done then.
+
+        Those that are not measured are paused: an idle server keeps a core busy, and on an H200
+        whoever had one beside it was slower.
+        """
         starts = [self._start(group) for group in lot]
         done = 0
         with serving(starts, self.settings) as servers:
+            for server in servers:
+                if isinstance(server, Running):
+                    server.pause()
             for place, (group, server) in enumerate(zip(lot, servers, strict=True)):
-                idle = sum(isinstance(later, Running) for later in servers[place + 1 :])
-                company = {"started_together": len(lot), "beside": idle}
+                beside = sum(isinstance(later, Running) for later in servers[place + 1 :])
+                company = {"started_together": len(lot), "beside": beside, "paused": True}
+                if isinstance(server, Running):
+                    server.resume()
                 done += self._measure_group(group, server, company)
         return done
 

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
 
 from sglang_graft.bench.budget import Split
 from sglang_graft.bench.peers import Peer
-from sglang_graft.bench.process import HOST, free_ports, launch, stop, tail
+from sglang_graft.bench.process import HOST, free_ports, launch, pause, resume, stop, tail
 from sglang_graft.bench.samples import STOCK_PROBE_ENV
 from sglang_graft.bench.shape import ModelShape
 
@@ -78,13 +79,15 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Running:
     """A server that answers. start_s: how long it took to; `stop`: end it before the others; pid:
-    the process above all of its others."""
+    the process above all of its others; `pause` and `resume`: it takes no CPU in between."""
 
     url: str
     start_s: float
     line: tuple[str, ...]
     stop: Callable[[], None]
     pid: int
+    pause: Callable[[], None]
+    resume: Callable[[], None]
 
 
 @contextmanager
@@ -129,7 +132,15 @@ class _Child:
         """What became of its start; None as long as it goes on."""
         if _healthy(self.url):
             took = time.monotonic() - self.begun
-            return Running(self.url, took, tuple(self.line), self.stop, self.process.pid)
+            return Running(
+                self.url,
+                took,
+                tuple(self.line),
+                self.stop,
+                self.process.pid,
+                partial(pause, self.process),
+                partial(resume, self.process),
+            )
         ended = self.process.poll() is not None
         if not ended and time.monotonic() <= self.begun + limit_s:
             return None

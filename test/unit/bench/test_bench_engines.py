@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -85,7 +85,14 @@ class Farm:
             own.close()
 
         line = command(start.peer, start.split, start.adapters, settings, 1)
-        return Running(server.url, 0.1, tuple(line), stop, pid=0)
+        label = start.peer.label
+
+        def noted(what: str) -> Callable[[], None]:
+            return lambda: self.events.append((what, label))
+
+        return Running(
+            server.url, 0.1, tuple(line), stop, 0, pause=noted("pause"), resume=noted("resume")
+        )
 
 
 @pytest.fixture
@@ -167,10 +174,16 @@ def test_servers_start_together_and_are_measured_one_by_one(
     assert left == 0
     assert farm.events == [  # what the budget cannot hold is not started, and takes no place
         ("start", "graft:cost", "stock:2"),
+        ("pause", "graft:cost"),
+        ("pause", "stock:2"),
+        ("resume", "graft:cost"),
         ("stop", "graft:cost"),
+        ("resume", "stock:2"),
         ("stop", "stock:2"),
         ("end",),
         ("start", "base"),
+        ("pause", "base"),
+        ("resume", "base"),
         ("stop", "base"),
         ("end",),
     ]
@@ -181,7 +194,7 @@ def test_servers_start_together_and_are_measured_one_by_one(
     }
     assert found == {"graft:cost": (2, 1), "stock:2": (2, 0), "base": (1, 0)}
     text = report(tmp_path / "results")
-    assert "left out): graft:cost, 1 idle; stock:2, 0 idle." in text
+    assert "left out): graft:cost, 1 paused; stock:2, 0 paused." in text
     assert "\n| graft:cost | - |" in text
     assert "\n| base | 0 |" in text
 

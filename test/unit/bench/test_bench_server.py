@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from helpers_bench import save_config
 
@@ -98,6 +99,37 @@ def groups() -> list[int]:
     me = os.getpid()
     children = Path(f"/proc/{me}/task/{me}/children").read_text().split()
     return [int(child) for child in children if os.getpgid(int(child)) == int(child)]
+
+
+def states(process: int) -> set[str]:
+    """States of the processes of a group, as ps names them."""
+    found = set()
+    for pid in group(process):
+        found.add(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+    return found
+
+
+def test_a_paused_server_stands_still_with_its_child_and_ends_when_told(
+    tmp_path: Path, settings: Settings, programs: dict[str, list[str]]
+) -> None:
+    programs |= {"base": [HEALTHY, "0"]}
+    with serving(starts(tmp_path, "base"), settings) as (base,):
+        assert isinstance(base, Running)
+        assert len(group(base.pid)) == 2
+        base.pause()
+        wait_until(lambda: states(base.pid) == {"T"})
+        base.resume()
+        wait_until(lambda: "T" not in states(base.pid))
+        assert httpx.get(f"{base.url}/health").status_code == 200
+        base.pause()
+        wait_until(lambda: states(base.pid) == {"T"})
+        before = time.monotonic()
+        base.stop()
+        assert group(base.pid) == []
+        # SIGTERM reached it: who does not hear of that is killed after 15 s.
+        assert time.monotonic() - before < 15
+        base.pause()  # of one that has ended nothing comes
+        base.resume()
 
 
 def test_all_start_together_and_those_that_do_not_end_alone(

@@ -169,7 +169,9 @@ def test_a_server_that_has_ended_ends_the_soak(tmp_path: Path) -> None:
     async def play(soak: Soak, server: Server) -> None:
         soak.seconds = 1000.0
         # No process has this number: Linux ends below.
-        watch = Watch(soak, Running(server.url, 0.0, (), lambda: None, pid=2**22 + 1), "cpu")
+        nothing = lambda: None  # noqa: E731
+        ended = Running(server.url, 0.0, (), nothing, 2**22 + 1, nothing, nothing)
+        watch = Watch(soak, ended, "cpu")
         await watch.run()
         assert soak.gone.is_set()
         assert watch.pool.samples
