@@ -15,9 +15,6 @@ The checks of all invariants after each change (`--strict`) are off unless asked
 is soaked would be another server. The pool's counters, SGLang's leak check whenever the server is
 idle and the checks at the end are always there.
 
-`--prepare-only` writes the adapters and ends. `--limit-s` shortens the soak so that all of it, from
-the start of this program, takes no longer.
-
 What this does not show: answers against another implementation (test/integration/soak.py compares
 with PEFT); a trained model; hours.
 """
@@ -74,8 +71,6 @@ SILENT_S = 300.0
 WRITE_S, SETTLE_S = 30.0, 60.0
 SERIES = 10
 """Of so many samples of memory one is in the result."""
-END_S, SHORTEST_S = 45.0, 10.0
-"""What `--limit-s` leaves for the end, and the shortest soak."""
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
 
 
@@ -155,11 +150,10 @@ def loads(options: argparse.Namespace) -> list[Load]:
 
 @dataclass(slots=True)
 class Run:
-    """One soak of a server that runs. `seconds`: how long it may take."""
+    """One soak of a server that runs."""
 
     plan: Plan
     server: Running
-    seconds: float
     about: dict[str, Any]
     soak: Soak = field(init=False)
     player: Player = field(init=False)
@@ -169,6 +163,12 @@ class Run:
     left: dict[str, Any] = field(default_factory=dict)
     logged: int = 0
     """Characters of the server's log before the traffic."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the traffic goes on."""
+        found: float = self.plan.options.seconds
+        return found
 
     async def run(self) -> bool:
         """All of it; whether there were no problems."""
@@ -328,13 +328,11 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def run(options: argparse.Namespace, started: float) -> bool:
+def run(options: argparse.Namespace) -> bool:
     """Adapters, a server, the soak; whether there were no problems."""
     plan = Plan.make(options)
     start, settings = plan.start()
     say(f"{len(plan.folders)} adapters; {start.split.arithmetic}")
-    if options.prepare_only:
-        return True
     about = {
         "what": "a soak: all workloads at once, adapters that come and go, clients that leave",
         "machine": machine(options.device),
@@ -350,14 +348,7 @@ def run(options: argparse.Namespace, started: float) -> bool:
             raise server
         say(f"the server answered after {server.start_s:.0f} s")
         about |= {"command": without_paths(server.line), "start_s": server.start_s}
-        seconds = options.seconds
-        if options.limit_s is not None:
-            seconds = min(seconds, options.limit_s - END_S - (time.monotonic() - started))
-        if seconds < SHORTEST_S:
-            raise ValueError(
-                f"--seconds, --limit-s: wanted {SHORTEST_S:g} or more, {seconds:.0f} left"
-            )
-        return asyncio.run(Run(plan, server, seconds, about).run())
+        return asyncio.run(Run(plan, server, about).run())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -369,14 +360,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--work-dir", type=Path, required=True, help="adapters, logs")
     found.add_argument("--budget-gb", type=float, default=12.0, help="adapters and KV, in 1e9")
     found.add_argument("--seconds", type=float, default=480.0, help="of the soak itself")
-    found.add_argument("--limit-s", type=float, help="of everything, start and end included")
     found.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     found.add_argument("--workloads", default=",".join(LOADS), help="with commas")
     found.add_argument("--rate-scale", type=float, default=1.0)
     found.add_argument("--adapters", type=int, default=128, help="of a workload, at most")
     found.add_argument("--seed", type=int, default=0)
     found.add_argument("--strict", action="store_true", help="all checks after each change: slow")
-    found.add_argument("--prepare-only", action="store_true", help="write the adapters")
     found.add_argument("--start-limit", type=float, default=600.0, help="seconds")
     found.add_argument("--commit", default="", help="where the tree has no history")
     found.add_argument("--server-args", default="")
@@ -386,12 +375,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """The command line. SIGTERM ends it as an exception does, and its server too."""
-    started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     options = parser().parse_args()
     options.work_dir = options.work_dir.resolve()
     try:
-        return not run(options, started)
+        return not run(options)
     except ValueError as error:
         parser().error(str(error))
 

@@ -33,8 +33,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": SMALLEST_VOCABULARY,
     },
 }
+"""By the name that `graft bench model` takes."""
+# As many tensors as a real model has: reading adapters takes Python's time for each.
 SHAPES["tiny-deep"] = SHAPES["tiny"] | {"num_hidden_layers": 32}
-"""By the name that `graft bench model` takes. tiny-deep: as many tensors as a real model has."""
 
 _LAYERS_A_FILE = 8
 _CONTEXT = 131_072

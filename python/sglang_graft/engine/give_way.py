@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 TURN_SECONDS = 5e-4
-"""How long such a loop stands still, once a turn: the most that it adds to a request's wait."""
+"""How long such a loop stands still, once a turn for each caller that has something read."""
 
 
 def give_way(scheduler: Any) -> None:
