@@ -19,6 +19,9 @@ HOST = "127.0.0.1"
 START_SECONDS = 300.0
 STOP_SECONDS = 20.0
 ANSWER_SECONDS = 300.0
+# A connection for each request. httpx may close a kept one, whose time is over, in one thread just
+# when another has taken it ("Bad file descriptor"); and the server closes them after five seconds.
+ONE_REQUEST = httpx.Limits(max_keepalive_connections=0)
 LOG_LINES = 60
 
 # Every check that SGLang and Graft have, after every step.
@@ -184,9 +187,7 @@ def serve(
     if adapters:
         line += ["--lora-paths", *(f"{name}={path}" for name, path in adapters.items())]
     log = folder / "server.log"
-    # The server closes idle connections after five seconds; never reuse one just then.
-    limits = httpx.Limits(keepalive_expiry=1)
-    client = httpx.Client(timeout=ANSWER_SECONDS, limits=limits)
+    client = httpx.Client(timeout=ANSWER_SECONDS, limits=ONE_REQUEST)
     with running(line, log, env) as process, client:
         server = Server(f"http://{HOST}:{port}", log, flags, client, process.pid, process)
         _wait_healthy(server, process)

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import tiny_adapters
-from harness import ANSWER_SECONDS, Server
+from harness import ANSWER_SECONDS, ONE_REQUEST, Server
 
 from sglang_graft.tenants import make_key
 
@@ -53,8 +53,7 @@ class World:
         """The same server with the key of a tenant; "admin" is the operator, "" has none."""
         key = {"admin": ADMIN_KEY, "": ""}.get(name) or self.keys.get(name, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(keepalive_expiry=1, max_connections=200)
-        with httpx.Client(timeout=ANSWER_SECONDS, headers=headers, limits=limits) as client:
+        with httpx.Client(timeout=ANSWER_SECONDS, headers=headers, limits=ONE_REQUEST) as client:
             yield dataclasses.replace(server, client=client)
 
 

@@ -19,7 +19,17 @@ import tiny_adapters
 import tiny_model
 import torch
 from adapter_root import fill, put
-from harness import ANSWER_SECONDS, STRICT, Request, Server, running, serve, tail, wait_until
+from harness import (
+    ANSWER_SECONDS,
+    ONE_REQUEST,
+    STRICT,
+    Request,
+    Server,
+    running,
+    serve,
+    tail,
+    wait_until,
+)
 from reference import Reference, check, difference
 
 from sglang_graft.serving.route_table import TABLE, Does
@@ -56,7 +66,7 @@ def server(
 def admin(server: Server) -> Iterator[Server]:
     """The same server, asked with the admin key."""
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    with httpx.Client(timeout=ANSWER_SECONDS, headers=headers) as client:
+    with httpx.Client(timeout=ANSWER_SECONDS, headers=headers, limits=ONE_REQUEST) as client:
         yield dataclasses.replace(server, client=client)
 
 
