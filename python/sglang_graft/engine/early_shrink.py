@@ -5,11 +5,15 @@ Target (0.5.17): `forward` of `ColumnParallelLinearWithLoRA`, `RowParallelLinear
 layer. Reason: these layers multiply with the base weights first and call the LoRA backend
 afterwards, but what x @ A.T needs is there before. A graph can run both at once (`DeviceSgmv`).
 
+The hooks are there only while decode graphs are captured. A graph keeps what they did, and in an
+eager forward they would do nothing but make torch take the slow way into each layer.
+
 Rows that a row-parallel layer would split among ranks, or copy, are not what the backend gets; such
 layers are left alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,20 +34,21 @@ def begin(layer: Any, inputs: tuple[Any, ...]) -> None:
         layer.lora_backend.begin(inputs[0], layer.B_buffer_qkv if qkv else layer.B_buffer)
 
 
-def install(layers: Iterable[torch.nn.Module]) -> int:
-    """Hook each layer that can begin early; returns how many."""
-    count = 0
-    for layer in layers:
-        if isinstance(layer, _LAYERS) and getattr(layer.base_layer, "input_is_parallel", True):
-            layer.register_forward_pre_hook(begin)
-            count += 1
-    return count
+@contextmanager
+def early(backend: Any, layers: Iterable[torch.nn.Module]) -> Iterator[int]:
+    """While decode graphs are captured: each layer that can begin early does; yields how many.
 
-
-def check(backend: Any, installed: int) -> None:
-    """After decode graphs were captured. RuntimeError if none of their layers began early."""
-    if installed and not backend.begun:
+    RuntimeError behind it if graphs were captured and none of their layers began early.
+    """
+    with ExitStack() as hooks:
+        count, before = 0, backend.begun
+        for layer in layers:
+            if isinstance(layer, _LAYERS) and getattr(layer.base_layer, "input_is_parallel", True):
+                hooks.callback(layer.register_forward_pre_hook(begin).remove)
+                count += 1
+        yield count
+    if count and backend.begun == before:
         raise RuntimeError(
-            f"{installed} LoRA layers were to begin x @ A.T early in decode graphs, and none did:"
+            f"{count} LoRA layers were to begin x @ A.T early in decode graphs, and none did:"
             " the layers of this SGLang are not called as in 0.5.17"
         )

@@ -35,11 +35,12 @@ and memory; longer prompts take so long that empty launches are no part of it.""
 def capture_both(original: Callable[[Any], None], self: Any) -> None:
     """AROUND `capture`: record both variants."""
     self.record_nolora_graph = True
-    original(self)
+    manager = self.model_runner.lora_manager
+    layers = (layer for modules in manager.lora_modules for layer in modules.values())
+    with early_shrink.early(manager.lora_backend, layers):
+        original(self)
     # SGLang leaves the last variant set, and nothing is being captured any more.
     capture_mode._set_capture_lora_variant(None)
-    manager = self.model_runner.lora_manager
-    early_shrink.check(manager.lora_backend, manager.early_layers)
 
 
 def is_recording_adapters() -> bool:

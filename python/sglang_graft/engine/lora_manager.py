@@ -34,7 +34,6 @@ from sglang_graft.adapters import (
     read_adapter,
 )
 from sglang_graft.adapters.location import check_size
-from sglang_graft.engine import early_shrink
 from sglang_graft.engine.base_weights import base_weight_reader
 from sglang_graft.engine.freed import Freed
 from sglang_graft.engine.hooks import Hook
@@ -106,8 +105,6 @@ class GraftLoRAManager(LoRAManager):
         self.target_modules = set(self.spec.groups())
         self.base_weight = self._in_any_thread(base_weight_reader(self.base_model, self.spec))
         self.init_lora_modules()
-        layers = (layer for modules in self.lora_modules for layer in modules.values())
-        self.early_layers = early_shrink.install(layers)
         self.memory_pool = WeightRefs(
             self.spec, self.max_loras_per_batch, max_lora_rank, self.device
         )

@@ -35,14 +35,21 @@ def layer(kind: type[torch.nn.Module], said: list[Any], **base: Any) -> Any:
     return Layer()
 
 
+def backend(begun: int = 0) -> Any:
+    return SimpleNamespace(begun=begun)
+
+
 def test_the_backend_hears_of_the_rows_before_the_base_product() -> None:
     said: list[Any] = []
     column = layer(ColumnParallelLinearWithLoRA, said)
     qkv = layer(QKVParallelLinearWithLoRA, said)
     row = layer(RowParallelLinearWithLoRA, said, input_is_parallel=True)
-    assert early_shrink.install([column, qkv, row]) == 3
-    for each in (column, qkv, row):
-        each(X)
+    counted = backend()
+    with early_shrink.early(counted, [column, qkv, row]) as count:
+        assert count == 3
+        for each in (column, qkv, row):
+            each(X)
+        counted.begun = 3
     assert said == [(X, "weights"), "forward"] * 3
 
 
@@ -50,15 +57,36 @@ def test_not_without_adapters_and_not_where_rows_would_be_split() -> None:
     said: list[Any] = []
     idle = layer(ColumnParallelLinearWithLoRA, said)
     splits = layer(RowParallelLinearWithLoRA, said, input_is_parallel=False)
-    assert early_shrink.install([idle, splits, torch.nn.Linear(1, 1)]) == 1
-    idle.lora_active = False
-    idle(X)
-    splits(X)
+    counted = backend()
+    with early_shrink.early(counted, [idle, splits, torch.nn.Linear(1, 1)]) as count:
+        assert count == 1
+        idle.lora_active = False
+        idle(X)
+        splits(X)
+        counted.begun = 1  # by others, so that the end finds nothing wrong
     assert said == ["forward"] * 2
 
 
+def test_layers_are_as_before_once_graphs_are_captured_or_failed() -> None:
+    said: list[Any] = []
+    column = layer(ColumnParallelLinearWithLoRA, said)
+    counted = backend()
+    with early_shrink.early(counted, [column]):
+        counted.begun = 1
+    with pytest.raises(ZeroDivisionError), early_shrink.early(counted, [column]):
+        raise ZeroDivisionError
+    column(X)
+    assert said == ["forward"]
+    assert not column._forward_pre_hooks
+
+
 def test_graphs_in_which_no_layer_began_are_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"3 LoRA layers .* not called as in 0\.5\.17"):
-        early_shrink.check(SimpleNamespace(begun=0), 3)
-    early_shrink.check(SimpleNamespace(begun=0), 0)
-    early_shrink.check(SimpleNamespace(begun=1), 3)
+    column = layer(ColumnParallelLinearWithLoRA, [])
+    # What was begun in an earlier capture does not count.
+    with (
+        pytest.raises(RuntimeError, match=r"1 LoRA layers .* not called as in 0\.5\.17"),
+        early_shrink.early(backend(5), [column]),
+    ):
+        pass
+    with early_shrink.early(backend(), []) as count:
+        assert count == 0

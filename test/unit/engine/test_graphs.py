@@ -4,6 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.lora.layers import ColumnParallelLinearWithLoRA
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.model_executor.runner_utils import capture_mode
@@ -11,6 +13,7 @@ from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang_graft.engine.graphs import (
     BASE_PREFILL_ROWS,
     HOOKS,
+    capture_both,
     capture_prefill,
     is_recording_adapters,
     replay_prefill,
@@ -151,3 +154,24 @@ def test_no_adapter_is_recorded_for_the_base_model(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.rpartition(".")[2])
 def test_targets_are_those_of_this_sglang(hook: Any) -> None:
     assert problem(hook, live=False) is None
+
+
+def test_layers_begin_early_only_while_decode_graphs_are_captured() -> None:
+    backend = SimpleNamespace(begun=0, batch_info=object())
+    column = ColumnParallelLinearWithLoRA.__new__(ColumnParallelLinearWithLoRA)
+    torch.nn.Module.__init__(column)
+    column.base_layer = SimpleNamespace()
+    manager = SimpleNamespace(lora_backend=backend, lora_modules=[{"model.layers.0.qkv": column}])
+    runner = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+    seen: list[int] = []
+
+    def capture(self: Any) -> None:
+        assert self.record_nolora_graph
+        capture_mode._set_capture_lora_variant("nolora")
+        seen.append(len(column._forward_pre_hooks))
+        backend.begun += 1
+
+    capture_both(capture, runner)
+    assert seen == [1]
+    assert not column._forward_pre_hooks
+    assert capture_mode.get_capture_lora_variant() is None

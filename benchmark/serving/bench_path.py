@@ -1,0 +1,187 @@
+"""Where the first token of a short prompt spends its time: a server with LoRA off beside Graft.
+
+    python benchmark/serving/bench_path.py --model BASE --adapters DIR --json OUT
+        [--server-args="--attention-backend flashinfer --max-total-tokens 100000"]
+
+DIR holds adapter folders, which only Graft loads. Both servers are up at the same time and are
+asked in turns, a block of requests each while the other is paused, so that what the machine does
+reaches both alike. Requests come one after the other on one open connection: prompts of the base
+model that share nothing, one new token. Marks on their way (`path_marks/`) cut the time into parts;
+a table has the medians of each, and by how much Graft's is longer.
+
+Parts end at these marks: `received` in the HTTP process, `tokenized` and about to be sent,
+`scheduler` has it, `batch` made, `forward` called, `launched` (on a CPU: computed; on a GPU queued,
+or replayed), `result` about to be sent, `detokenizer` has it, `detokenized`, `answer back` in the
+HTTP process, and `client` has it. Medians of parts do not add up to the median of the whole.
+
+What this does not show: the parts of a batch, or of a request that waits; a machine where the
+servers' processes compete for cores shows that, too.
+"""
+
+import argparse
+import bisect
+import os
+import random
+import shlex
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from gate_tokens import serve, stop
+
+from sglang_graft.bench.client import request_body
+from sglang_graft.bench.machine import machine, versions
+from sglang_graft.bench.process import free_port, pause, resume
+from sglang_graft.bench.shape import ModelShape
+from sglang_graft.bench.units import write_json
+from sglang_graft.sim.workloads import FIRST_TOKEN
+
+PARTS = (
+    *("received", "tokenized", "scheduler", "batch", "forward", "launched"),
+    *("result", "detokenizer", "detokenized", "answer back"),
+)
+"""Marks in the order of a request's way."""
+CLIENT = "client"
+SETTLE = 3
+"""Requests of each block that are not counted: the server was paused, its caches are cold."""
+Marks = list[tuple[float, str]]
+Window = tuple[float, float]
+
+
+def read_marks(folder: Path) -> Marks:
+    """All marks of all processes, by time."""
+    rows = (line.split("\t") for path in folder.iterdir() for line in path.read_text().splitlines())
+    return sorted((float(at), name) for name, at in rows)
+
+
+def parts_ms(marks: Marks, windows: list[Window]) -> dict[str, list[float]]:
+    """Milliseconds of each part for each request: from the mark before to this one.
+
+    A window is from when the client sent a request until it had the answer. The first mark of each
+    name behind the one before counts. ValueError for a request that lacks one.
+    """
+    found: dict[str, list[float]] = {part: [] for part in (*PARTS, CLIENT)}
+    for begin, end in windows:
+        place, last = bisect.bisect_left(marks, (begin, "")), begin
+        for part in PARTS:
+            while place < len(marks) and marks[place][1] != part:
+                place += 1
+            if place == len(marks) or marks[place][0] > end:
+                raise ValueError(f"no mark {part!r} between {begin} and {end}")
+            found[part].append((marks[place][0] - last) * 1e3)
+            last = marks[place][0]
+        found[CLIENT].append((end - last) * 1e3)
+    return found
+
+
+def block(client: httpx.Client, prompts: list[list[int]]) -> list[Window]:
+    """Requests one after the other; those that settle are left out."""
+    windows = []
+    for prompt in prompts:
+        body = request_body(prompt, None, 1)
+        begin = time.perf_counter()
+        client.post("/generate", json=body).raise_for_status()
+        windows.append((begin, time.perf_counter()))
+    return windows[SETTLE:]
+
+
+@contextmanager
+def both(options: argparse.Namespace, logs: Path) -> Iterator[dict[str, Any]]:
+    """Both servers, paused; by side the process and its client."""
+    common = ["--model-path", str(options.model), *shlex.split(options.server_args)]
+    folders = sorted(path for path in options.adapters.iterdir() if path.is_dir())
+    loras = ["--lora-paths", *(f"{path.name}={path}" for path in folders)]
+    sides = {"off": [], "graft": ["--enable-graft", *shlex.split(options.graft_args), *loras]}
+    found: dict[str, Any] = {}
+    try:
+        for side, more in sides.items():
+            port = free_port()
+            process = serve(port, [*common, *more], logs / f"{side}.log")
+            client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
+            found[side] = (process, client)
+            pause(process)
+        yield found
+    finally:
+        for process, client in found.values():
+            client.close()
+            stop(process)
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of each part and of the whole, by side."""
+    marks = folder / "marks"
+    marks.mkdir()
+    os.environ["PATH_MARKS"] = str(marks)
+    own = [str(Path(__file__).parent / "path_marks"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, own))
+    windows: dict[str, list[Window]] = {}
+    source = random.Random(0)
+    vocabulary = range(FIRST_TOKEN, ModelShape.read(options.model, options.device).vocabulary)
+    with both(options, options.logs or folder) as sides:
+        for turn in range(options.blocks + 1):
+            for side in sorted(sides, reverse=bool(turn % 2)):
+                process, client = sides[side]
+                resume(process)
+                asked = block(
+                    client,
+                    [
+                        source.choices(vocabulary, k=options.prompt)
+                        for _ in range(SETTLE + options.requests)
+                    ],
+                )
+                pause(process)
+                if turn:  # the first block of each warms up
+                    windows.setdefault(side, []).extend(asked)
+    taken = read_marks(marks)
+    return {
+        side: {"whole": [(end - begin) * 1e3 for begin, end in of], **parts_ms(taken, of)}
+        for side, of in windows.items()
+    }
+
+
+def table(parts: dict[str, dict[str, list[float]]]) -> str:
+    """Markdown: medians in milliseconds."""
+    lines = ["| part | LoRA off | Graft | more |", "|---|---|---|---|"]
+    for part in ("whole", *PARTS, CLIENT):
+        off, graft = (statistics.median(parts[side][part]) for side in ("off", "graft"))
+        lines.append(f"| {part} | {off:.3f} | {graft:.3f} | {graft - off:+.3f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, keep, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--adapters", type=Path, required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--blocks", type=int, default=16, help="of each side")
+    parser.add_argument("--requests", type=int, default=20, help="of a block")
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
+    parser.add_argument("--commit", default="", help="where the tree has no history")
+    for name in ("--server-args", "--graft-args"):
+        parser.add_argument(name, default="")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        parts = measure(options, Path(folder))
+    result = {
+        "what": "parts of first tokens, one request at a time, ms",
+        "prompt": options.prompt,
+        "machine": machine(options.device),
+        "versions": versions(options.device, options.commit or None),
+        "ms": parts,
+    }
+    write_json(options.json, result)
+    print(table(parts))
+
+
+if __name__ == "__main__":
+    main()
