@@ -35,6 +35,7 @@ import httpx
 from gate_tokens import serve, stop
 
 from sglang_graft.bench.client import request_body
+from sglang_graft.bench.figures import spread
 from sglang_graft.bench.machine import machine, versions
 from sglang_graft.bench.process import free_port, pause, resume
 from sglang_graft.bench.shape import ModelShape
@@ -177,7 +178,11 @@ def main() -> None:
         "prompt": options.prompt,
         "machine": machine(options.device),
         "versions": versions(options.device, options.commit or None),
-        "ms": parts,
+        "requests": len(parts["off"]["whole"]),
+        "ms": {
+            side: {part: spread(values, 1.0) for part, values in of.items()}
+            for side, of in parts.items()
+        },
     }
     write_json(options.json, result)
     print(table(parts))
