@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 HOST = "127.0.0.1"
@@ -72,6 +73,33 @@ def stop(*processes: subprocess.Popen[bytes], limit_s: float = 15.0) -> None:
         for process in processes:
             _tell(process, signal.SIGKILL)
             process.wait()
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """A command that `launch` started, with all of its children; `end` ends it once."""
+
+    process: subprocess.Popen[bytes]
+    ended: bool = False
+
+    @property
+    def pid(self) -> int:
+        """The process above all of its others."""
+        return self.process.pid
+
+    def pause(self) -> None:
+        """It takes no CPU until `resume`."""
+        pause(self.process)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        resume(self.process)
+
+    def end(self) -> None:
+        """Nothing of it is left then."""
+        if not self.ended:
+            self.ended = True
+            stop(self.process)
 
 
 def free_ports(count: int) -> list[int]:

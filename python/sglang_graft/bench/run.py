@@ -133,12 +133,12 @@ class Bench:
         with serving(starts, self.settings) as servers:
             for server in servers:
                 if isinstance(server, Running):
-                    server.pause()
+                    server.launched.pause()
             for place, (group, server) in enumerate(zip(lot, servers, strict=True)):
                 beside = sum(isinstance(later, Running) for later in servers[place + 1 :])
                 company = {"started_together": len(lot), "beside": beside, "paused": True}
                 if isinstance(server, Running):
-                    server.resume()
+                    server.launched.resume()
                 done += self._measure_group(group, server, company)
         return done
 
@@ -173,7 +173,7 @@ class Bench:
             refused = self._refuse(missing, group.cut, "failed", text, company)
             return refused + len(units) - len(missing)
         finally:
-            server.stop()
+            server.launched.end()
 
     def _refuse(
         self,

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import httpx
 
 from sglang_graft.bench.budget import Split
 from sglang_graft.bench.peers import Peer
-from sglang_graft.bench.process import HOST, free_ports, launch, pause, resume, stop, tail
+from sglang_graft.bench.process import HOST, Launched, free_ports, launch, stop, tail
 from sglang_graft.bench.samples import STOCK_PROBE_ENV
 from sglang_graft.bench.shape import ModelShape
 
@@ -78,16 +76,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that answers. start_s: how long it took to; `stop`: end it before the others; pid:
-    the process above all of its others; `pause` and `resume`: it takes no CPU in between."""
+    """A server that answers. start_s: how long it took to; `launched` can pause it, and end it
+    before the others."""
 
     url: str
     start_s: float
     line: tuple[str, ...]
-    stop: Callable[[], None]
-    pid: int
-    pause: Callable[[], None]
-    resume: Callable[[], None]
+    launched: Launched
 
 
 @contextmanager
@@ -102,10 +97,10 @@ def serving(starts: Sequence[Start], settings: Settings) -> Iterator[list[Runnin
         for start, port in zip(starts, free_ports(len(starts)), strict=True):
             line = command(start.peer, start.split, start.adapters, settings, port)
             process = launch(line, start.log, environment(start.peer) | dict(settings.env))
-            found.append(_Child(process, f"http://{HOST}:{port}", start.log, line))
+            found.append(_Child(Launched(process), f"http://{HOST}:{port}", start.log, line))
         yield _wait(found, settings.start_limit_s)
     finally:
-        stop(*(child.process for child in found if not child.stopped))
+        stop(*(child.launched.process for child in found if not child.launched.ended))
 
 
 def environment(peer: Peer) -> dict[str, str]:
@@ -121,38 +116,23 @@ def environment(peer: Peer) -> dict[str, str]:
 class _Child:
     """A server that was started and may not answer yet."""
 
-    process: subprocess.Popen[bytes]
+    launched: Launched
     url: str
     log: Path
     line: list[str]
     begun: float = field(default_factory=time.monotonic)
-    stopped: bool = False
 
     def look(self, limit_s: float) -> Running | ServerError | None:
         """What became of its start; None as long as it goes on."""
         if _healthy(self.url):
             took = time.monotonic() - self.begun
-            return Running(
-                self.url,
-                took,
-                tuple(self.line),
-                self.stop,
-                self.process.pid,
-                partial(pause, self.process),
-                partial(resume, self.process),
-            )
-        ended = self.process.poll() is not None
-        if not ended and time.monotonic() <= self.begun + limit_s:
+            return Running(self.url, took, tuple(self.line), self.launched)
+        code = self.launched.process.poll()
+        if code is None and time.monotonic() <= self.begun + limit_s:
             return None
-        what = f"ended with code {self.process.returncode}" if ended else f"was silent {limit_s} s"
-        self.stop()
+        what = f"was silent {limit_s} s" if code is None else f"ended with code {code}"
+        self.launched.end()
         return ServerError(f"{shlex.join(self.line[:40])} ...: the server {what}\n{tail(self.log)}")
-
-    def stop(self) -> None:
-        """End it, once."""
-        if not self.stopped:
-            self.stopped = True
-            stop(self.process)
 
 
 def _wait(children: Sequence[_Child], limit_s: float) -> list[Running | ServerError]:

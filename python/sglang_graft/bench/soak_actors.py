@@ -339,7 +339,7 @@ class Watch:
         while not self.soak.over():
             now = self.soak.now()
             try:
-                row = await asyncio.to_thread(resident, self.server.pid)
+                row = await asyncio.to_thread(resident, self.server.launched.pid)
             except psutil.NoSuchProcess:
                 self.soak.problem("the server has ended")
                 self.soak.gone.set()

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from sglang_graft.bench import run
 from sglang_graft.bench.budget import Split
 from sglang_graft.bench.peers import parse_peers
 from sglang_graft.bench.play import Record
+from sglang_graft.bench.process import Launched
 from sglang_graft.bench.report import report
 from sglang_graft.bench.run import Bench, Plan
 from sglang_graft.bench.server import (
@@ -45,6 +46,23 @@ class Quiet:
 
     def requests(self, done: int, planned: int, last: Record) -> None:
         self.ended += 1
+
+
+class FakeLaunched(Launched):
+    """Notes what is done to it."""
+
+    def __init__(self, events: list[tuple[str, ...]], label: str, own: ExitStack) -> None:
+        self._events, self._label, self._own = events, label, own
+
+    def pause(self) -> None:
+        self._events.append(("pause", self._label))
+
+    def resume(self) -> None:
+        self._events.append(("resume", self._label))
+
+    def end(self) -> None:
+        self._events.append(("stop", self._label))
+        self._own.close()
 
 
 class Farm:
@@ -80,19 +98,9 @@ class Farm:
         own.enter_context(helpers_bench.serving(server))
         stack.callback(own.close)
 
-        def stop() -> None:
-            self.events.append(("stop", start.peer.label))
-            own.close()
-
         line = command(start.peer, start.split, start.adapters, settings, 1)
-        label = start.peer.label
-
-        def noted(what: str) -> Callable[[], None]:
-            return lambda: self.events.append((what, label))
-
-        return Running(
-            server.url, 0.1, tuple(line), stop, 0, pause=noted("pause"), resume=noted("resume")
-        )
+        launched = FakeLaunched(self.events, start.peer.label, own)
+        return Running(server.url, 0.1, tuple(line), launched)
 
 
 @pytest.fixture

@@ -115,21 +115,21 @@ def test_a_paused_server_stands_still_with_its_child_and_ends_when_told(
     programs |= {"base": [HEALTHY, "0"]}
     with serving(starts(tmp_path, "base"), settings) as (base,):
         assert isinstance(base, Running)
-        assert len(group(base.pid)) == 2
-        base.pause()
-        wait_until(lambda: states(base.pid) == {"T"})
-        base.resume()
-        wait_until(lambda: "T" not in states(base.pid))
+        assert len(group(base.launched.pid)) == 2
+        base.launched.pause()
+        wait_until(lambda: states(base.launched.pid) == {"T"})
+        base.launched.resume()
+        wait_until(lambda: "T" not in states(base.launched.pid))
         assert httpx.get(f"{base.url}/health").status_code == 200
-        base.pause()
-        wait_until(lambda: states(base.pid) == {"T"})
+        base.launched.pause()
+        wait_until(lambda: states(base.launched.pid) == {"T"})
         before = time.monotonic()
-        base.stop()
-        assert group(base.pid) == []
+        base.launched.end()
+        assert group(base.launched.pid) == []
         # SIGTERM reached it: who does not hear of that is killed after 15 s.
         assert time.monotonic() - before < 15
-        base.pause()  # of one that has ended nothing comes
-        base.resume()
+        base.launched.pause()  # of one that has ended nothing comes
+        base.launched.resume()
 
 
 def test_all_start_together_and_those_that_do_not_end_alone(
@@ -153,8 +153,8 @@ def test_all_start_together_and_those_that_do_not_end_alone(
         alive = groups()
         assert len(alive) == 2
         wait_until(lambda: [len(group(number)) for number in alive] == [2, 2])
-        base.stop()
-        base.stop()  # nothing more
+        base.launched.end()
+        base.launched.end()  # nothing more
         wait_until(lambda: [len(group(number)) for number in alive] == [0, 2])
     wait_until(lambda: [len(group(number)) for number in alive] == [0, 0])
 

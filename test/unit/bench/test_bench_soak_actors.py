@@ -4,7 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from helpers_bench import FakeServer, save_config, serving
 
+from sglang_graft.bench.process import Launched
 from sglang_graft.bench.server import Running
 from sglang_graft.bench.shape import ModelShape
 from sglang_graft.bench.soak_actors import Canaries, Controller, Leavers, Soak, Watch
@@ -169,8 +171,7 @@ def test_a_server_that_has_ended_ends_the_soak(tmp_path: Path) -> None:
     async def play(soak: Soak, server: Server) -> None:
         soak.seconds = 1000.0
         # No process has this number: Linux ends below.
-        nothing = lambda: None  # noqa: E731
-        ended = Running(server.url, 0.0, (), nothing, 2**22 + 1, nothing, nothing)
+        ended = Running(server.url, 0.0, (), cast(Launched, SimpleNamespace(pid=2**22 + 1)))
         watch = Watch(soak, ended, "cpu")
         await watch.run()
         assert soak.gone.is_set()
