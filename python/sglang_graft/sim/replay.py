@@ -8,8 +8,8 @@ TTFT is an estimate on top: the requests come when the schedule says, prefills t
 device, copies take turns on the link, reads on the disk. With prefetch a request's reads and copies
 start when it comes; without, when its turn has come, and the device waits for them.
 
-Who knows better when requests are admitted and end (`steps`) calls `admit` and `end` and leaves
-`run`, its schedule and its TTFT aside.
+Who knows better when requests are admitted and end (`steps`) calls `admit`, `grow`, `retract` and
+`end` and leaves `run`, its schedule and its TTFT aside.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class Service:
 class _Running:
     node: Node
     adapter: AdapterNode
-    tokens: array[int]
     locked: int  # tokens on the path that `node` locks
     pages: list[int]  # those behind it
 
@@ -165,8 +164,10 @@ class Replay:
         """The prices of the modelled device."""
         return self.server.rates
 
-    def admit(self, index: int) -> Service:
-        """What the request finds is matched and brought; pages for all of it are taken."""
+    def admit(self, index: int, made: int | None = None) -> Service:
+        """What the request finds is matched and brought; pages are taken for its prompt and, if
+        `made` tokens of its answer exist, for these and the next one, otherwise for its whole
+        answer. One that comes back with a part of its answer is no new demand."""
         demand = self.trace.demands[index]
         tokens = self.trace.workload.requests[index].tokens()
         usable = tokens[: demand.usable]
@@ -182,13 +183,15 @@ class Replay:
             self.tiers.bring(f"{index}{_SPACE}", space, usable)
         match = self.tree.match(space, usable)
         self.tree.lock(match.node)
-        self.tree.use(match.node)
-        if space is not adapter:
-            self.tree.use(adapter)
         known = len(match.pages) * self.tree.page_tokens
-        service = self._service(demand, before, known)
-        self._count(demand, min(here, known), known)
-        self._keep(index, adapter, match.node, tokens, known)
+        service = self._service(demand.prompt + (made or 0), before, known)
+        if not made:
+            self.tree.use(match.node)
+            if space is not adapter:
+                self.tree.use(adapter)
+            self._count(demand, min(here, known), known)
+        upto = demand.total if made is None else demand.prompt + made + 1
+        self._keep(index, adapter, match.node, tokens[:upto], known)
         if not self.dependency_rule:
             self._sample()
         return service
@@ -217,8 +220,8 @@ class Replay:
         """The nodes of the prefix that the device has before anything is brought."""
         return [node for node in self.tree.peek(space, tokens) if node.pages]
 
-    def _service(self, demand: Demand, before: Moved, known: int) -> Service:
-        """What was moved since `before`, in seconds, and what remains to be computed."""
+    def _service(self, tokens: int, before: Moved, known: int) -> Service:
+        """What was moved since `before`, and what of `tokens` is to be computed, in seconds."""
         moved, totals, page = self.tiers.moved, self.totals, self.trace.sizes.page_bytes
         read = (moved.read - before.read) * page
         copied = (moved.weights + moved.kv - before.weights - before.kv) * page
@@ -230,7 +233,7 @@ class Replay:
         service = Service(
             self.rates.read_seconds(read),
             self.rates.load_seconds(copied),
-            self.rates.prefill_seconds(demand.prompt - known, known),
+            self.rates.prefill_seconds(tokens - known, known),
             known,
         )
         totals.disk_seconds += service.disk
@@ -259,7 +262,7 @@ class Replay:
     def _keep(
         self, index: int, adapter: AdapterNode, held: Node, tokens: array[int], known: int
     ) -> None:
-        """Pages for the whole request; the prompt goes to the tree as after a prefill."""
+        """Pages for these tokens; the prompt goes to the tree as after a prefill."""
         demand, tree = self.trace.demands[index], self.tree
         size, space = tree.page_tokens, self._space(adapter)
         aligned = demand.prompt // size * size
@@ -272,18 +275,22 @@ class Replay:
             tree.lock(whole)
             tree.unlock(held)
             held = whole
-        pages: list[int] = []
-        for wanted in self._chunks(demand.pages - known // size):
-            tree.evict(wanted - self.ledger.free)
-            taken = self.ledger.take(wanted, Owner.KV_RUNNING)
-            assert taken is not None, f"no room for request {index}: the schedule is wrong"
-            pages += taken
-            self.tiers.step(wanted)
+        pages = self._taken(index, self.trace.sizes.pages_for(len(tokens)) - known // size)
         handed = (aligned - known) // size
         done = tree.insert(space, tokens[:aligned], pages[:handed], start=known)
         tree.lock(done.node)
         tree.unlock(held)
-        self._running[index] = _Running(done.node, adapter, tokens, aligned, pages[handed:])
+        self._running[index] = _Running(done.node, adapter, aligned, pages[handed:])
+
+    def _taken(self, index: int, count: int) -> list[int]:
+        pages: list[int] = []
+        for wanted in self._chunks(count):
+            self.tree.evict(wanted - self.ledger.free)
+            taken = self.ledger.take(wanted, Owner.KV_RUNNING)
+            assert taken is not None, f"no room for request {index}: the schedule is wrong"
+            pages += taken
+            self.tiers.step(wanted)
+        return pages
 
     def _chunks(self, pages: int) -> Iterator[int]:
         """A long prompt is computed in chunks, and takes its pages chunk by chunk."""
@@ -292,19 +299,39 @@ class Replay:
             yield min(pages, most)
             pages -= most
 
+    @property
+    def room(self) -> int:
+        """Pages that are free, or held by no running request."""
+        return self.ledger.free + self.tree.evictable
+
+    def grow(self, index: int, made: int) -> None:
+        """A running request has `made` tokens of its answer: pages up to them, within `room`."""
+        running, demand = self._running[index], self.trace.demands[index]
+        held = running.locked // self.tree.page_tokens + len(running.pages)
+        wanted = self.trace.sizes.pages_for(demand.prompt + made) - held
+        if wanted > 0:
+            running.pages += self._taken(index, wanted)
+
+    def retract(self, index: int) -> None:
+        """It stops running, and what is computed of its answer is lost."""
+        running = self._running.pop(index)
+        self.ledger.give(running.pages, Owner.KV_RUNNING)
+        self.tree.unlock(running.node)
+        self.tree.unlock(running.adapter)
+
     def end(self, index: int) -> None:
         """Its answer goes to the tree, and its locks are given back."""
         running = self._running.pop(index)
+        tokens = self.trace.workload.requests[index].tokens()
         size = self.tree.page_tokens
-        aligned = len(running.tokens) // size * size
+        aligned = len(tokens) // size * size
         handed = (aligned - running.locked) // size
-        tokens, pages = running.tokens[:aligned], running.pages
-        space = self._space(running.adapter)
-        self.tree.insert(space, tokens, pages[:handed], start=running.locked)
+        pages, space = running.pages, self._space(running.adapter)
+        self.tree.insert(space, tokens[:aligned], pages[:handed], start=running.locked)
         self.ledger.give(pages[handed:], Owner.KV_RUNNING)
         self.tree.unlock(running.node)
         self.tree.unlock(running.adapter)
-        self.tiers.step(len(running.tokens) // size)
+        self.tiers.step(len(tokens) // size)
 
     def _count(self, demand: Demand, on_device: int, known: int) -> None:
         self.totals.requests += 1

@@ -4,8 +4,13 @@ The order is that of SGLang's scheduler. A forward is a prefill or a decode step
 first: the prompts that are admitted and whose bytes have landed, in order of landing, up to
 `chunk_tokens` tokens in all; what is left of them goes with the next forward. Decode stands still
 meanwhile. Otherwise a decode step takes all running requests one token further. Whoever comes waits
-for the rest of the forward under way, and is admitted when its pages fit beside those of the
-admitted: first come, first served.
+for the rest of the forward under way, and is admitted when it fits: first come, first served.
+
+It fits when its weights, its prompt and its whole answer have room beside the pages that others
+hold and those kept for their answers (`reserve`). Once somebody did not fit, nobody is tried until
+a request ends. Answers take their pages as they grow. When there are none left, the request that
+has made the fewest tokens is retracted: it gives back its pages, queues behind all that have come,
+and computes its prompt and those tokens again.
 
 What a request finds in the caches and what has to be moved for it is the replay's answer at the
 moment of its admission, so that requests that hold their pages longer are in others' way there too.
@@ -17,10 +22,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from sglang_graft.sim.replay import Replay
+from sglang_graft.sim.reserve import MOST_TOKENS, Reserve
 from sglang_graft.sim.schedule import Clock, Held
+from sglang_graft.sim.trace import Demand
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +66,7 @@ class Steps:
 @dataclass(slots=True)
 class Served:
     """When each request came, had its first token and its last one, and how many of its prompt's
-    tokens were cached; and what the GPU did."""
+    tokens were cached; and what the GPU did. A request that was retracted keeps its first token."""
 
     ready_s: list[float]
     first_s: list[float]
@@ -67,6 +76,7 @@ class Served:
     decode_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    retractions: int = 0
 
     def ttft_s(self) -> list[float]:
         """Time to the first token, by request."""
@@ -87,22 +97,28 @@ def serve(run: Replay, steps: Steps) -> Served:
 class _Prompt:
     request: int
     done: int  # tokens that are cached or computed
+    tokens: int  # with those of its answer that it had made when it was retracted
 
 
 @dataclass(slots=True)
 class _Gpu:
     """clock.running: (the step after which it ends, request).   landing: (when, request, cached
-    tokens) of the admitted whose bytes are under way."""
+    tokens) of the admitted whose bytes are under way.   retracted: tokens that each of these had
+    made, until it has computed them again."""
 
     run: Replay
     steps: Steps
     served: Served = field(init=False)
     now: float = 0.0
     clock: Clock = field(init=False)
-    held: Held = field(init=False)
+    held: Held = field(init=False)  # prompts and weights of the admitted
+    prompt_of: list[Demand] = field(init=False)  # a demand without its answer
+    reserve: Reserve = field(default_factory=Reserve)
+    is_full: bool = False
     landing: list[tuple[float, int, int]] = field(default_factory=list)
     landed_at: dict[int, float] = field(default_factory=dict)  # by adapter
     prompts: list[_Prompt] = field(default_factory=list)
+    retracted: dict[int, int] = field(default_factory=dict)
     steps_done: int = 0
     kv_pages: int = 0  # that a decode step reads
 
@@ -111,6 +127,16 @@ class _Gpu:
         count = len(trace.demands)
         self.served = Served([0.0] * count, [0.0] * count, [0.0] * count, [0] * count)
         self.clock, self.held = Clock(trace), Held(trace)
+        size = trace.sizes.page_tokens
+        self.prompt_of = [
+            replace(
+                demand,
+                total=demand.prompt,
+                pages=trace.sizes.pages_for(demand.prompt),
+                blocks=demand.blocks[: demand.prompt // size],
+            )
+            for demand in trace.demands
+        ]
 
     def step(self) -> bool:
         """One forward, or several equal ones, or a pause until there is something to do; False
@@ -122,7 +148,8 @@ class _Gpu:
         event = self._admit()
         while self.landing and self.landing[0][0] <= self.now:
             _, request, known = heapq.heappop(self.landing)
-            self.prompts.append(_Prompt(request, known))
+            tokens = self.prompt_of[request].total + self.retracted.get(request, 0)
+            self.prompts.append(_Prompt(request, known, tokens))
         if self.landing:
             event = min(event, self.landing[0][0])
         if self.prompts:
@@ -131,48 +158,72 @@ class _Gpu:
             self._decode(event)
         elif event < math.inf:
             self.now = event
+            if not self.landing:
+                self.reserve.pause()
         else:
-            assert self.held.pages == 0, f"{self.held.pages} pages are held after the last request"
+            assert self.run.room == self.run.server.pages, "pages are held after the last request"
             return False
         return True
 
     def _admit(self) -> float:
-        """Whoever has come and has room; returns when the next one comes, infinity when nobody does
-        or the first one that waits has no room."""
+        """Whoever has come and fits; returns when the next one comes, infinity when nobody does or
+        the first one that waits does not fit."""
         waiting, run, served = self.clock.waiting, self.run, self.served
-        while waiting:
-            ready, request = waiting[0]
-            if ready > self.now:
-                return ready
-            demand, inside = run.trace.demands[request], self._inside()
-            extra = self.held.extra(demand)
-            if inside == run.server.max_running or self.held.pages + extra > run.server.pages:
-                assert inside, f"request {request} alone needs {extra} of {run.server.pages} pages"
-                return math.inf
+        while waiting and not self.is_full:
+            came, request = waiting[0]
+            if came > self.now:
+                return came
+            if self._inside() and not self._fits(request):
+                self.is_full = True
+                break
             heapq.heappop(waiting)
-            self.held.add(demand)
-            service = run.admit(request)
-            landed = run.landed(ready if run.prefetch else self.now, service)
+            made = self.retracted.get(request, 0)
+            self.held.add(self.prompt_of[request])
+            service = run.admit(request, made)
+            landed = run.landed(came if run.prefetch else self.now, service)
             # What an earlier request brings may be part of what this one found.
-            landed = max(landed, self.landed_at.get(demand.adapter, 0.0))
-            self.landed_at[demand.adapter] = landed
+            adapter = run.trace.demands[request].adapter
+            landed = max(landed, self.landed_at.get(adapter, 0.0))
+            self.landed_at[adapter] = landed
             heapq.heappush(self.landing, (landed, request, service.known))
-            served.ready_s[request], served.cached[request] = ready, service.known
+            if not made:
+                served.ready_s[request], served.cached[request] = came, service.known
         return math.inf
+
+    def _fits(self, request: int) -> bool:
+        """Beside the admitted, of whom those without a first token may still need all they ask."""
+        if self._inside() == self.run.server.max_running:
+            return False
+        page = self.run.trace.sizes.page_tokens
+        begun = [prompt.request for prompt in self.prompts] + [entry[1] for entry in self.landing]
+        free = self.run.room * page - self.reserve.tokens(self._left())
+        free -= sum(map(self._answer, begun))
+        tokens = self.held.extra(self.prompt_of[request]) * page + self.retracted.get(request, 0)
+        return tokens + self._answer(request) < free
+
+    def _answer(self, request: int) -> int:
+        """Tokens that who is not decoding may need behind its prompt, with a page to round."""
+        demand, page = self.run.trace.demands[request], self.run.trace.sizes.page_tokens
+        left = demand.total - demand.prompt - self.retracted.get(request, 0)
+        return page + min(left, MOST_TOKENS)
+
+    def _left(self) -> Iterator[int]:
+        """Tokens that each running request has yet to make."""
+        return (int(end) - self.steps_done for end, _ in self.clock.running)
 
     def _inside(self) -> int:
         """Requests that are admitted and have not ended."""
         return len(self.clock.running) + len(self.prompts) + len(self.landing)
 
     def _prefill(self) -> None:
-        demands, server = self.run.trace.demands, self.run.server
+        server = self.run.server
         took, room, complete = self.steps.prefill_s, server.chunk_tokens, 0
         for prompt in self.prompts:
-            tokens = min(demands[prompt.request].prompt - prompt.done, room)
+            tokens = min(prompt.tokens - prompt.done, room)
             took += server.rates.prefill_seconds(tokens, prompt.done)
             prompt.done += tokens
             room -= tokens
-            complete += prompt.done == demands[prompt.request].prompt
+            complete += prompt.done == prompt.tokens
             if not room:
                 break
         self.now += took
@@ -183,10 +234,12 @@ class _Gpu:
             self._first_token(prompt.request)
 
     def _first_token(self, request: int) -> None:
-        """A prefill makes the first token; the others are decoded."""
-        demand = self.run.trace.demands[request]
-        self.served.first_s[request] = self.now
-        more = demand.total - demand.prompt - 1
+        """A prefill makes the first token, or the next one of who was retracted; the others are
+        decoded."""
+        demand, made = self.run.trace.demands[request], self.retracted.pop(request, 0)
+        if not made:
+            self.served.first_s[request] = self.now
+        more = demand.total - demand.prompt - made - 1
         if more > 0:
             self.kv_pages += demand.pages
             heapq.heappush(self.clock.running, (self.steps_done + more, request))
@@ -194,19 +247,62 @@ class _Gpu:
             self._end(request)
 
     def _decode(self, event: float) -> None:
-        """Steps until somebody ends, or the first one that is over at `event`."""
-        batch = len(self.clock.running)
-        seconds = self.steps.decode_seconds(batch, self.kv_pages * self.run.trace.sizes.page_bytes)
-        count = int(self.clock.running[0][0]) - self.steps_done
+        """Steps until somebody ends, memory runs out, or the first one that is over at `event`."""
+        self._retract()
+        running = self.clock.running
+        seconds = self.steps.decode_seconds(
+            len(running), self.kv_pages * self.run.trace.sizes.page_bytes
+        )
+        count = int(running[0][0]) - self.steps_done
         if event < math.inf:
             count = min(count, max(1, math.ceil((event - self.now) / seconds)))
+        count = bisect_right(range(1, count + 1), self.run.room, key=self._growth)
+        if not count:  # one alone, beside prompts whose bytes are under way
+            self.now = event
+            return
         self.now += count * seconds
         self.steps_done += count
+        self.reserve.decode(count)
+        for end, request in running:
+            self.run.grow(request, self._made(int(end), request))
         self.served.decode_s += count * seconds
-        self.served.decode_tokens += count * batch
+        self.served.decode_tokens += count * len(running)
+
+    def _made(self, end: int, request: int) -> int:
+        """Tokens of its answer, when it ends after step `end`."""
+        demand = self.run.trace.demands[request]
+        return demand.total - demand.prompt - (end - self.steps_done)
+
+    def _growth(self, steps: int) -> int:
+        """Pages that the running requests take in so many steps."""
+        demands, pages_for = self.run.trace.demands, self.run.trace.sizes.pages_for
+        now = ((demands[i].total - int(end) + self.steps_done) for end, i in self.clock.running)
+        return sum(pages_for(tokens + steps) - pages_for(tokens) for tokens in now)
+
+    def _retract(self) -> None:
+        """Until the next step has pages: whoever has made least, of these the longest prompt."""
+        clock, demands = self.clock, self.run.trace.demands
+        before = len(clock.running)
+        made = {request: self._made(int(end), request) for end, request in clock.running}
+        while len(clock.running) > 1 and self._growth(1) > self.run.room:
+            entry = min(clock.running, key=lambda e: (made[e[1]], -demands[e[1]].prompt))
+            clock.running.remove(entry)
+            request = entry[1]
+            self.retracted[request] = made.pop(request)
+            self.kv_pages -= demands[request].pages
+            self.held.remove(self.prompt_of[request])
+            self.run.retract(request)
+            heapq.heappush(clock.waiting, (self.now, request))
+        if len(clock.running) < before:
+            heapq.heapify(clock.running)
+            self.is_full = False
+            self.served.retractions += before - len(clock.running)
+            answers = (demands[index].total - demands[index].prompt for index in made)
+            self.reserve.retracted(made.values(), answers)
 
     def _end(self, request: int) -> None:
-        self.held.remove(self.run.trace.demands[request])
+        self.is_full = False
+        self.held.remove(self.prompt_of[request])
         self.run.end(request)
         self.served.end_s[request] = self.now
         self.clock.follow(self.run.trace, request, self.now)
