@@ -11,8 +11,9 @@ a table has the medians of each, and by how much Graft's is longer.
 
 Parts end at these marks: `received` in the HTTP process, `tokenized` and about to be sent,
 `scheduler` has it, `batch` made, `forward` called, `launched` (on a CPU: computed; on a GPU queued,
-or replayed), `result` about to be sent, `detokenizer` has it, `detokenized`, `answer back` in the
-HTTP process, and `client` has it. Medians of parts do not add up to the median of the whole.
+or replayed); the same three of the decode step that the overlap schedule launches before it looks
+at the first result; `result` about to be sent, `detokenizer` has it, `detokenized`, `answer back`
+in the HTTP process, and `client` has it. Medians of parts do not add up to the median of the whole.
 
 What this does not show: the parts of a batch, or of a request that waits; a machine where the
 servers' processes compete for cores shows that, too.
@@ -20,10 +21,12 @@ servers' processes compete for cores shows that, too.
 
 import argparse
 import bisect
+import json
 import os
 import random
 import shlex
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,21 +35,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from gate_tokens import serve, stop
 
 from sglang_graft.bench.client import request_body
 from sglang_graft.bench.figures import spread
 from sglang_graft.bench.machine import machine, versions
-from sglang_graft.bench.process import free_port, pause, resume
+from sglang_graft.bench.process import HOST, Launched, end, free_port, launch, tail
+from sglang_graft.bench.server import healthy
 from sglang_graft.bench.shape import ModelShape
 from sglang_graft.bench.units import write_json
 from sglang_graft.sim.workloads import FIRST_TOKEN
 
-PARTS = (
-    *("received", "tokenized", "scheduler", "batch", "forward", "launched"),
-    *("result", "detokenizer", "detokenized", "answer back"),
-)
-"""Marks in the order of a request's way."""
+_LAUNCH = ("batch", "forward", "launched")
+PARTS = {
+    **{mark: mark for mark in ("received", "tokenized", "scheduler", *_LAUNCH)},
+    **{f"next {mark}": mark for mark in _LAUNCH},
+    **{mark: mark for mark in ("result", "detokenizer", "detokenized", "answer back")},
+}
+"""Parts in the order of a request's way, and the mark at which each ends."""
 CLIENT = "client"
 SETTLE = 3
 """Requests of each block that are not counted: the server was paused, its caches are cold."""
@@ -69,13 +74,14 @@ def parts_ms(marks: Marks, windows: list[Window]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {part: [] for part in (*PARTS, CLIENT)}
     for begin, end in windows:
         place, last = bisect.bisect_left(marks, (begin, "")), begin
-        for part in PARTS:
-            while place < len(marks) and marks[place][1] != part:
+        for part, mark in PARTS.items():
+            while place < len(marks) and marks[place][1] != mark:
                 place += 1
             if place == len(marks) or marks[place][0] > end:
-                raise ValueError(f"no mark {part!r} between {begin} and {end}")
+                raise ValueError(f"no mark {mark!r} for {part!r} between {begin} and {end}")
             found[part].append((marks[place][0] - last) * 1e3)
             last = marks[place][0]
+            place += 1
         found[CLIENT].append((end - last) * 1e3)
     return found
 
@@ -91,26 +97,45 @@ def block(client: httpx.Client, prompts: list[list[int]]) -> list[Window]:
     return windows[SETTLE:]
 
 
+def adapters(options: argparse.Namespace) -> list[Path]:
+    """Their folders."""
+    return sorted(path for path in options.adapters.iterdir() if path.is_dir())
+
+
+def sizes(options: argparse.Namespace) -> dict[str, int]:
+    """Of the model."""
+    config = json.loads((options.model / "config.json").read_text())
+    return {name: config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")}
+
+
 @contextmanager
 def both(options: argparse.Namespace, logs: Path) -> Iterator[dict[str, Any]]:
-    """Both servers, paused; by side the process and its client."""
-    common = ["--model-path", str(options.model), *shlex.split(options.server_args)]
-    folders = sorted(path for path in options.adapters.iterdir() if path.is_dir())
-    loras = ["--lora-paths", *(f"{path.name}={path}" for path in folders)]
+    """Both servers, paused; by side the server and its client."""
+    common = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(options.model)]
+    common += shlex.split(options.server_args)
+    loras = ["--lora-paths", *(f"{path.name}={path}" for path in adapters(options))]
     sides = {"off": [], "graft": ["--enable-graft", *shlex.split(options.graft_args), *loras]}
-    found: dict[str, Any] = {}
+    found: dict[str, tuple[Launched, httpx.Client]] = {}
+    # A connection is kept while its server is paused.
+    env = {**os.environ, "SGLANG_TIMEOUT_KEEP_ALIVE": "3600"}
+    limits = httpx.Limits(keepalive_expiry=None)
     try:
         for side, more in sides.items():
-            port = free_port()
-            process = serve(port, [*common, *more], logs / f"{side}.log")
-            client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
-            found[side] = (process, client)
-            pause(process)
+            port, log = free_port(), logs / f"{side}.log"
+            client = httpx.Client(base_url=f"http://{HOST}:{port}", timeout=600, limits=limits)
+            line = [*common, "--host", HOST, "--port", str(port), *more]
+            server = Launched(launch(line, log, env))
+            found[side] = (server, client)
+            while not healthy(f"http://{HOST}:{port}"):
+                if server.process.poll() is not None:
+                    raise SystemExit(f"{side} did not start:\n{tail(log)}")
+                time.sleep(1)
+            server.pause()
         yield found
     finally:
-        for process, client in found.values():
+        for _, client in found.values():
             client.close()
-            stop(process)
+        end(*(server for server, _ in found.values()))
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[float]]]:
@@ -126,8 +151,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, li
     with both(options, options.logs or folder) as sides:
         for turn in range(options.blocks + 1):
             for side in sorted(sides, reverse=bool(turn % 2)):
-                process, client = sides[side]
-                resume(process)
+                server, client = sides[side]
+                server.resume()
                 asked = block(
                     client,
                     [
@@ -135,7 +160,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, li
                         for _ in range(SETTLE + options.requests)
                     ],
                 )
-                pause(process)
+                server.pause()
                 if turn:  # the first block of each warms up
                     windows.setdefault(side, []).extend(asked)
     taken = read_marks(marks)
@@ -175,7 +200,12 @@ def main() -> None:
         parts = measure(options, Path(folder))
     result = {
         "what": "parts of first tokens, one request at a time, ms",
+        "model": sizes(options),
+        "adapters": len(adapters(options)),
         "prompt": options.prompt,
+        "blocks": options.blocks,
+        "server_args": options.server_args,
+        "graft_args": options.graft_args,
         "machine": machine(options.device),
         "versions": versions(options.device, options.commit or None),
         "requests": len(parts["off"]["whole"]),

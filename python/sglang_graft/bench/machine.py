@@ -13,7 +13,7 @@ import torch
 
 _PACKAGES = (
     *("sglang", "sglang-graft", "torch", "triton", "flashinfer-python", "sglang-kernel"),
-    *("xgrammar", "transformers", "httpx", "numpy"),
+    *("xgrammar", "transformers", "httpx", "numpy", "httptools"),
 )
 
 

@@ -88,18 +88,26 @@ class Launched:
         return self.process.pid
 
     def pause(self) -> None:
-        """It takes no CPU until `resume`."""
-        pause(self.process)
+        """It takes no CPU until `resume`; nothing happens to one that has ended."""
+        if not self.ended:
+            pause(self.process)
 
     def resume(self) -> None:
         """Let it go on."""
-        resume(self.process)
+        if not self.ended:
+            resume(self.process)
 
     def end(self) -> None:
         """Nothing of it is left then."""
-        if not self.ended:
-            self.ended = True
-            stop(self.process)
+        end(self)
+
+
+def end(*launched: Launched) -> None:
+    """End those that have not ended, all at the same time."""
+    left = [one for one in launched if not one.ended]
+    for one in left:
+        one.ended = True
+    stop(*(one.process for one in left))
 
 
 def free_ports(count: int) -> list[int]:

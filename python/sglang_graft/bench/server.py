@@ -16,7 +16,7 @@ import httpx
 
 from sglang_graft.bench.budget import Split
 from sglang_graft.bench.peers import Peer
-from sglang_graft.bench.process import HOST, Launched, free_ports, launch, stop, tail
+from sglang_graft.bench.process import HOST, Launched, end, free_ports, launch, tail
 from sglang_graft.bench.samples import STOCK_PROBE_ENV
 from sglang_graft.bench.shape import ModelShape
 
@@ -100,7 +100,7 @@ def serving(starts: Sequence[Start], settings: Settings) -> Iterator[list[Runnin
             found.append(_Child(Launched(process), f"http://{HOST}:{port}", start.log, line))
         yield _wait(found, settings.start_limit_s)
     finally:
-        stop(*(child.launched.process for child in found if not child.launched.ended))
+        end(*(child.launched for child in found))
 
 
 def environment(peer: Peer) -> dict[str, str]:
@@ -124,7 +124,7 @@ class _Child:
 
     def look(self, limit_s: float) -> Running | ServerError | None:
         """What became of its start; None as long as it goes on."""
-        if _healthy(self.url):
+        if healthy(self.url):
             took = time.monotonic() - self.begun
             return Running(self.url, took, tuple(self.line), self.launched)
         code = self.launched.process.poll()
@@ -147,7 +147,8 @@ def _wait(children: Sequence[_Child], limit_s: float) -> list[Running | ServerEr
         time.sleep(0.5)
 
 
-def _healthy(url: str) -> bool:
+def healthy(url: str) -> bool:
+    """Whether a server answers there."""
     try:
         return httpx.get(f"{url}/health", timeout=30).status_code == httpx.codes.OK
     except httpx.TransportError:

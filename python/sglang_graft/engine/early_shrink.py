@@ -35,10 +35,10 @@ def begin(layer: Any, inputs: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def early(backend: Any, layers: Iterable[torch.nn.Module]) -> Iterator[int]:
-    """While decode graphs are captured: each layer that can begin early does; yields how many.
+def early(backend: Any, layers: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """While decode graphs are captured: each layer that can begin early does.
 
-    RuntimeError behind it if graphs were captured and none of their layers began early.
+    RuntimeError at the end if there are such layers and none of them began.
     """
     with ExitStack() as hooks:
         count, before = 0, backend.begun
@@ -46,7 +46,7 @@ def early(backend: Any, layers: Iterable[torch.nn.Module]) -> Iterator[int]:
             if isinstance(layer, _LAYERS) and getattr(layer.base_layer, "input_is_parallel", True):
                 hooks.callback(layer.register_forward_pre_hook(begin).remove)
                 count += 1
-        yield count
+        yield
     if count and backend.begun == before:
         raise RuntimeError(
             f"{count} LoRA layers were to begin x @ A.T early in decode graphs, and none did:"

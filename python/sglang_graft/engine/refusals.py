@@ -83,6 +83,8 @@ REQUESTED = (
     Refusal("schedule_policy", lambda value: value == "dfs-weight", "it walks SGLang's own nodes"),
     Refusal("cuda_graph_backend_decode", _other_than(None, "full", "disabled"), _NOT_TRIED),
     Refusal("cuda_graph_backend_prefill", _other_than(None, "breakable", "disabled"), _NOT_TRIED),
+    Refusal("debug_cuda_graph", _given, "it runs every operation outside of graphs"),
+    Refusal("enable_torch_compile", _given, _NOT_TRIED),
     Refusal("tokenizer_worker_num", _over_one, "SGLang loads no plugins in tokenizer workers"),
 )
 
@@ -100,6 +102,11 @@ RESOLVED = (
     Refusal("prefill_attention_backend", _other_than(None, *_ATTENTION), _NOT_KNOWN),
     Refusal("decode_attention_backend", _other_than(None, *_ATTENTION), _NOT_KNOWN),
     Refusal("page_size", lambda value: not _is_page_size(value), "power of two, 16 to 64"),
+    Refusal(
+        "cuda_graph_config",
+        lambda config: config.decode.backend not in ("full", "disabled"),
+        f"decode: {_NOT_TRIED}",
+    ),
 )
 
 

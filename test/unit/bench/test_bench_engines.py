@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from subprocess import Popen
+from typing import Any, cast
 
 import helpers_bench
 import httpx
@@ -52,6 +53,7 @@ class FakeLaunched(Launched):
     """Notes what is done to it."""
 
     def __init__(self, events: list[tuple[str, ...]], label: str, own: ExitStack) -> None:
+        super().__init__(cast(Popen[bytes], None))
         self._events, self._label, self._own = events, label, own
 
     def pause(self) -> None:

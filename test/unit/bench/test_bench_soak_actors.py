@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from subprocess import Popen
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -171,7 +172,9 @@ def test_a_server_that_has_ended_ends_the_soak(tmp_path: Path) -> None:
     async def play(soak: Soak, server: Server) -> None:
         soak.seconds = 1000.0
         # No process has this number: Linux ends below.
-        ended = Running(server.url, 0.0, (), cast(Launched, SimpleNamespace(pid=2**22 + 1)))
+        ended = Running(
+            server.url, 0.0, (), Launched(cast(Popen[bytes], SimpleNamespace(pid=2**22 + 1)))
+        )
         watch = Watch(soak, ended, "cpu")
         await watch.run()
         assert soak.gone.is_set()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sglang_graft.engine.refusals import REQUESTED, check_requested
+from sglang_graft.engine.refusals import REQUESTED, RESOLVED, check_requested
 
 HARMLESS = (None, False, True, "graft", 1, 32, "fcfs")
 
@@ -25,3 +25,18 @@ def test_nothing_is_refused_without_reason() -> None:
 def test_c83_kv_events_are_refused_at_start() -> None:
     with pytest.raises(ValueError, match=r"--kv-events-config .* publishes no KV events"):
         check_requested(arguments(kv_events_config='{"publisher": "zmq"}'))
+
+
+@pytest.mark.parametrize("field", ["debug_cuda_graph", "enable_torch_compile"])
+def test_what_would_take_the_adapters_out_of_graphs_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"--{field.replace('_', '-')} True: "):
+        check_requested(arguments(**{field: True}))
+
+
+def test_a_backend_of_decode_graphs_is_refused_by_either_flag() -> None:
+    with pytest.raises(ValueError, match="--cuda-graph-backend-decode 'breakable'"):
+        check_requested(arguments(cuda_graph_backend_decode="breakable"))
+    (row,) = (row for row in RESOLVED if row.field == "cuda_graph_config")
+    for backend, refused in (("full", False), ("disabled", False), ("breakable", True)):
+        config = SimpleNamespace(decode=SimpleNamespace(backend=backend))
+        assert row.refused(config) is refused
