@@ -72,17 +72,17 @@ def parts_ms(marks: Marks, windows: list[Window]) -> dict[str, list[float]]:
     name behind the one before counts. ValueError for a request that lacks one.
     """
     found: dict[str, list[float]] = {part: [] for part in (*PARTS, CLIENT)}
-    for begin, end in windows:
+    for begin, until in windows:
         place, last = bisect.bisect_left(marks, (begin, "")), begin
         for part, mark in PARTS.items():
             while place < len(marks) and marks[place][1] != mark:
                 place += 1
-            if place == len(marks) or marks[place][0] > end:
-                raise ValueError(f"no mark {mark!r} for {part!r} between {begin} and {end}")
+            if place == len(marks) or marks[place][0] > until:
+                raise ValueError(f"no mark {mark!r} for {part!r} between {begin} and {until}")
             found[part].append((marks[place][0] - last) * 1e3)
             last = marks[place][0]
             place += 1
-        found[CLIENT].append((end - last) * 1e3)
+        found[CLIENT].append((until - last) * 1e3)
     return found
 
 
