@@ -8,9 +8,10 @@ for the rest of the forward under way, and is admitted when it fits: first come,
 
 It fits when its weights, its prompt and its whole answer have room beside the pages that others
 hold and those kept for their answers (`reserve`). Once somebody did not fit, nobody is tried until
-a request ends. Answers take their pages as they grow. When there are none left, the request that
-has made the fewest tokens is retracted: it gives back its pages, queues behind all that have come,
-and computes its prompt and those tokens again.
+a request ends, or the first prompts of an idle server are computed. Answers take their pages as
+they grow. When there are none left, the request that has made the fewest tokens is retracted: it
+gives back its pages, queues behind all that have come, and computes its prompt and those tokens
+again.
 
 What a request finds in the caches and what has to be moved for it is the replay's answer at the
 moment of its admission, so that requests that hold their pages longer are in others' way there too.
@@ -202,7 +203,7 @@ class _Gpu:
         return tokens + self._answer(request) < free
 
     def _answer(self, request: int) -> int:
-        """Tokens that who is not decoding may need behind its prompt, with a page to round."""
+        """Tokens that a request without a first token may still need, and a page for rounding."""
         demand, page = self.run.trace.demands[request], self.run.trace.sizes.page_tokens
         left = demand.total - demand.prompt - self.retracted.get(request, 0)
         return page + min(left, MOST_TOKENS)
@@ -226,6 +227,9 @@ class _Gpu:
             complete += prompt.done == prompt.tokens
             if not room:
                 break
+        if not self.clock.running:
+            # That somebody did not fit is noted at the running batch, and this one takes its place.
+            self.is_full = False
         self.now += took
         self.served.prefill_s += took
         self.served.prefill_tokens += server.chunk_tokens - room

@@ -94,8 +94,11 @@ def test_who_has_no_room_waits_until_somebody_ends() -> None:
     both = [request(0.0, key, prompt=4, output=4) for key in (1, 2)]
     # The first one holds a page of weights, two of its prompt and one for a token, and is promised
     # two and one to round; the second one needs as much without weights, and one page more is left.
-    wide, narrow = (played(both, pages=pages) for pages in (13, 12))
+    wide, less, narrow = (played(both, pages=pages) for pages in (13, 12, 10))
     assert wide.first_s[1] == wide.first_s[0]
+    # After the first prefill of an idle server it is tried again. The first one is promised 0.7 of
+    # three tokens then, beside five pages for the second one: 11 pages would do.
+    assert played(both, pages=11).first_s == less.first_s == [2.0, 4.0]
     assert narrow.first_s[1] == narrow.end_s[0] + 2.0
     assert played(both, max_running=1).first_s == narrow.first_s
 
@@ -123,9 +126,21 @@ def test_a_part_of_what_running_answers_may_need_is_kept_for_them() -> None:
 
 
 def test_who_has_no_first_token_is_promised_all_of_its_answer() -> None:
-    together, apart = (played(two(lag), EQUAL, pages=1000) for lag in (0, 10))
-    assert together.first_s[1] == pytest.approx(together.end_s[0] + 2)
-    assert apart.first_s[1] == pytest.approx(12, abs=0.6)
+    # Weights, 503 pages with one to round for each, and one page more; for a prefill each, 0.7 of
+    # the first answer is enough.
+    together, apart = (played(two(0), EQUAL, pages=pages) for pages in (1009, 1008))
+    assert together.first_s == [3, 3]
+    assert apart.first_s == [2, 4]
+
+
+def test_beside_running_requests_who_does_not_fit_is_not_tried_after_a_prefill() -> None:
+    # 0.7 of two answers would leave room for the third request when the second one has
+    # its first token; the whole of the second one's does not.
+    began = request(0.0, 9, prompt=4, output=2000)
+    found = played([began, *two(0, at=10)], EQUAL, pages=1650)
+    assert found.first_s[1] == pytest.approx(12, abs=0.6)
+    assert found.first_s[2] == pytest.approx(found.end_s[1] + 2)
+    assert found.retractions == 0
 
 
 def test_after_a_pause_the_ratio_is_as_at_first() -> None:
