@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from helpers_sim import OPTIONS, tiny
-from hypothesis import assume, event, given, settings
+from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
 from sglang_graft.cache import Rates
@@ -34,9 +34,14 @@ def request(at: float, key: int, prompt: int, output: int, adapter: int = 0) -> 
 
 
 def prepared(
-    requests: list[Request], *, pages: int = 1000, rates: Rates = RATES, **server: int
+    requests: list[Request],
+    *,
+    pages: int = 1000,
+    rates: Rates = RATES,
+    host_gb: float = 0.0,
+    **server: int,
 ) -> Replay:
-    options = replace(OPTIONS, rates=rates, host_gb=0.0)
+    options = replace(OPTIONS, rates=rates, host_gb=host_gb)
     gpu = Server(pages=pages, rates=rates, **server)
     return Bench(tiny(requests), gpu, Schedule(), options).prepared("lru")
 
@@ -169,6 +174,7 @@ def test_who_has_made_least_is_retracted_and_computes_it_again() -> None:
     left = 1000 - made - 1
     assert found.end_s[1] == pytest.approx(found.end_s[0] + 1 + (made + 2) * TOKEN_S + left * 0.5)
     assert run.totals.requests == 2  # it is no new demand
+    assert (run.totals.adapter_loads, run.totals.adapter_hits) == (1, 1)
     assert found.cached == [0, 0]
 
 
@@ -323,6 +329,33 @@ def test_steps_taken_at_once_are_steps_one_after_the_other(
     assert found.end_s == pytest.approx(end)
 
 
+def retractions(gpu: _Gpu) -> list[tuple[int, int]]:
+    """Serves all; (request, tokens of its answer that it had made) of each that was retracted."""
+    found: list[tuple[int, int]] = []
+    before: dict[int, int] = {}
+    while gpu.step():
+        gpu.run.check_invariants()
+        # Between two retractions of one request its entry is gone for a step at least.
+        found += [entry for entry in gpu.retracted.items() if entry[0] not in before]
+        before = dict(gpu.retracted)
+    assert len(found) == gpu.served.retractions
+    return found
+
+
+def check_tokens(run: Replay, found: Served, retracted: list[tuple[int, int]]) -> None:
+    """What was not cached is computed once, and what was lost, and no more, once again."""
+    requests = run.trace.workload.requests
+    least = sum(r.prompt_tokens for r in requests) - sum(found.cached)
+    least += sum(made for _, made in retracted)
+    most = least + sum(requests[i].prompt_tokens for i, _ in retracted)
+    # Of a prompt the last token at least is computed again.
+    assert least + len(retracted) <= found.prefill_tokens <= most
+    assert found.prefill_tokens * TOKEN_S == run.totals.prefill_seconds
+    answers = sum(r.output.length - 1 for r in requests)
+    assert found.decode_tokens == answers - len(retracted)
+    assert run.totals.requests == len(requests)
+
+
 @given(TRAFFIC, st.integers(14, 40), st.integers(1, 12))
 @settings(deadline=None, max_examples=100)
 def test_every_token_is_made_once_and_the_gpu_does_one_thing_at_a_time(
@@ -330,10 +363,9 @@ def test_every_token_is_made_once_and_the_gpu_does_one_thing_at_a_time(
 ) -> None:
     requests = made(traffic)
     run = prepared(requests, pages=pages, chunk_tokens=chunk)
-    found = serve(run, STEPS)
-    asked = sum(r.prompt_tokens for r in requests) - sum(found.cached)
-    assert found.prefill_tokens > asked if found.retractions else found.prefill_tokens == asked
-    assert found.decode_tokens == sum(r.output.length - 1 for r in requests) - found.retractions
+    gpu = _Gpu(run, STEPS)
+    check_tokens(run, gpu.served, retractions(gpu))
+    found = gpu.served
     assert sum(found.cached) == run.totals.device_tokens + run.totals.host_tokens == 0
     assert found.prefill_s + found.decode_s <= max(found.end_s) - min(found.ready_s) + 1e-6
     for asked, ttft, first, end in zip(
@@ -343,24 +375,35 @@ def test_every_token_is_made_once_and_the_gpu_does_one_thing_at_a_time(
         assert end >= first + (asked.output.length - 1) * 0.5 - 1e-6
 
 
-@given(TRAFFIC, st.integers(20, 60), st.sampled_from([1.0, 2.0**60]))
+# Each has its first token before the next one comes, and their answers have no room together.
+SHORT_OF_MEMORY = [(3.0, 4, 12), (7.0, 4, 12), (11.0, 4, 12)]
+
+
+@given(TRAFFIC, st.integers(20, 60), st.sampled_from([1.0, 2.0**60]), st.sampled_from([0, 8e-7]))
+@example(SHORT_OF_MEMORY, 32, 2.0**60, 0)
+@example(SHORT_OF_MEMORY, 24, 2.0**60, 8e-7)
 @settings(deadline=None, max_examples=100)
 def test_whoever_is_retracted_is_served_once(
-    traffic: list[tuple[float, int, int]], pages: int, h2d: float
+    traffic: list[tuple[float, int, int]], pages: int, h2d: float, host_gb: float
 ) -> None:
-    """At first nothing is kept for answers. Prompts begin alike."""
+    """At first nothing is kept for answers. Prompts begin alike. With and without a host tier of
+    100 pages."""
     began = request(0.0, 900, prompt=2, output=30)
     later = [replace(r, prompt=(Segment(7, 5), *r.prompt)) for r in made(traffic)]
-    run = prepared([began, *later], pages=pages, rates=replace(RATES, h2d_bytes_per_s=h2d))
+    run = prepared(
+        [began, *later],
+        pages=pages,
+        rates=replace(RATES, h2d_bytes_per_s=h2d),
+        host_gb=host_gb,
+    )
     gpu = _Gpu(run, STEPS)
     gpu.reserve.ratio = 0.0
-    while gpu.step():
-        run.check_invariants()
+    retracted = retractions(gpu)
     found = gpu.served
-    answers = sum(r.output.length - 1 for r in (began, *later))
-    assert found.decode_tokens == answers - found.retractions
-    assert run.totals.requests == 1 + len(later)
+    check_tokens(run, found, retracted)
     assert all(map(lambda first, end: 0 < first <= end, found.first_s, found.end_s))
+    if traffic is SHORT_OF_MEMORY:
+        assert retracted
     event(f"retracted {min(found.retractions, 3)}")
 
 
