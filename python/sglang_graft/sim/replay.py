@@ -47,6 +47,7 @@ class Totals:
     host_tokens: int = 0
     """Prompt tokens whose KV came from the host."""
     adapter_hits: int = 0
+    """Requests that found their adapter; who comes back after a retraction is not counted again."""
     adapter_loads: int = 0
     disk_reads: int = 0
     h2d_bytes: int = 0
@@ -59,6 +60,7 @@ class Totals:
     """Cached KV without its adapter, summed over admissions; 0 with the dependency rule."""
     sampled_kv_pages: int = 0
     prefill_seconds: float = 0.0
+    """With what retracted requests compute again."""
     h2d_seconds: float = 0.0
     disk_seconds: float = 0.0
 
@@ -165,9 +167,10 @@ class Replay:
         return self.server.rates
 
     def admit(self, index: int, made: int | None = None) -> Service:
-        """What the request finds is matched and brought; pages are taken for its prompt and, if
-        `made` tokens of its answer exist, for these and the next one, otherwise for its whole
-        answer. One that comes back with a part of its answer is no new demand."""
+        """What the request finds is matched and brought; pages are taken for its prompt and, with
+        `made`, for so many tokens of its answer (0: it is new) and the next one, with None for its
+        whole answer. One that comes back with a part of its answer is no new demand: what it brings
+        and computes again counts, its hits do not."""
         demand = self.trace.demands[index]
         tokens = self.trace.workload.requests[index].tokens()
         usable = tokens[: demand.usable]
@@ -190,6 +193,7 @@ class Replay:
             if space is not adapter:
                 self.tree.use(adapter)
             self._count(demand, min(here, known), known)
+            self.totals.adapter_hits += self.tiers.moved.weights == before.weights
         upto = demand.total if made is None else demand.prompt + made + 1
         self._keep(index, adapter, match.node, tokens[:upto], known)
         if not self.dependency_rule:
@@ -229,7 +233,6 @@ class Replay:
         totals.h2d_bytes += copied
         totals.disk_reads += read > 0
         totals.adapter_loads += moved.weights > before.weights
-        totals.adapter_hits += moved.weights == before.weights
         service = Service(
             self.rates.read_seconds(read),
             self.rates.load_seconds(copied),

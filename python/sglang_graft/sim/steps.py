@@ -8,21 +8,22 @@ for the rest of the forward under way, and is admitted when it fits: first come,
 
 It fits when its weights, its prompt and its whole answer have room beside the pages that others
 hold and those kept for their answers (`reserve`). Once somebody did not fit, nobody is tried until
-a request ends. Answers take their pages as they grow. When there are none left, the request that
-has made the fewest tokens is retracted: it gives back its pages, queues behind all that have come,
-and computes its prompt and those tokens again.
+a request ends, or the first prompts of an idle server are computed. Answers take their pages as
+they grow. When there are none left, the request that has made the fewest tokens is retracted: it
+gives back its pages, queues behind all that have come, and computes its prompt and those tokens
+again.
 
 What a request finds in the caches and what has to be moved for it is the replay's answer at the
 moment of its admission, so that requests that hold their pages longer are in others' way there too.
 
-Decode steps between two events are equal, and are taken at once.
+Decode steps between two events have the same requests, and are taken at once.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -120,7 +121,6 @@ class _Gpu:
     prompts: list[_Prompt] = field(default_factory=list)
     retracted: dict[int, int] = field(default_factory=dict)
     steps_done: int = 0
-    kv_pages: int = 0  # that a decode step reads
 
     def __post_init__(self) -> None:
         trace = self.run.trace
@@ -143,7 +143,6 @@ class _Gpu:
         when there is nothing left."""
         while self.clock.running and self.clock.running[0][0] <= self.steps_done:
             _, request = heapq.heappop(self.clock.running)
-            self.kv_pages -= self.run.trace.demands[request].pages
             self._end(request)
         event = self._admit()
         while self.landing and self.landing[0][0] <= self.now:
@@ -202,7 +201,7 @@ class _Gpu:
         return tokens + self._answer(request) < free
 
     def _answer(self, request: int) -> int:
-        """Tokens that who is not decoding may need behind its prompt, with a page to round."""
+        """Tokens that a request without a first token may still need, and a page for rounding."""
         demand, page = self.run.trace.demands[request], self.run.trace.sizes.page_tokens
         left = demand.total - demand.prompt - self.retracted.get(request, 0)
         return page + min(left, MOST_TOKENS)
@@ -226,6 +225,9 @@ class _Gpu:
             complete += prompt.done == prompt.tokens
             if not room:
                 break
+        if not self.clock.running:
+            # That somebody did not fit is noted at the running batch, and this one takes its place.
+            self.is_full = False
         self.now += took
         self.served.prefill_s += took
         self.served.prefill_tokens += server.chunk_tokens - room
@@ -241,32 +243,40 @@ class _Gpu:
             self.served.first_s[request] = self.now
         more = demand.total - demand.prompt - made - 1
         if more > 0:
-            self.kv_pages += demand.pages
             heapq.heappush(self.clock.running, (self.steps_done + more, request))
         else:
             self._end(request)
 
     def _decode(self, event: float) -> None:
-        """Steps until somebody ends, memory runs out, or the first one that is over at `event`."""
-        self._retract()
+        """Steps until somebody ends, memory runs out, or the first one that is over at `event`;
+        after a retraction one, behind which others are tried."""
+        retracted = self._retract()
         running = self.clock.running
-        seconds = self.steps.decode_seconds(
-            len(running), self.kv_pages * self.run.trace.sizes.page_bytes
-        )
-        count = int(running[0][0]) - self.steps_done
+        count = 1 if retracted else int(running[0][0]) - self.steps_done
         if event < math.inf:
-            count = min(count, max(1, math.ceil((event - self.now) / seconds)))
+            over = bisect_left(range(1, count), event - self.now, key=self._seconds)
+            count = min(count, over + 1)
         count = bisect_right(range(1, count + 1), self.run.room, key=self._growth)
         if not count:  # one alone, beside prompts whose bytes are under way
             self.now = event
             return
-        self.now += count * seconds
+        seconds = self._seconds(count)
+        self.now += seconds
         self.steps_done += count
-        self.reserve.decode(count)
+        if not retracted:
+            self.reserve.decode(count)
         for end, request in running:
             self.run.grow(request, self._made(int(end), request))
-        self.served.decode_s += count * seconds
+        self.served.decode_s += seconds
         self.served.decode_tokens += count * len(running)
+
+    def _seconds(self, steps: int) -> float:
+        """Of so many decode steps, each of which reads the tokens that exist then."""
+        demands, running = self.run.trace.demands, self.clock.running
+        tokens = sum(demands[i].total - int(end) + self.steps_done for end, i in running)
+        mean = tokens + len(running) * (steps - 1) / 2
+        read = mean * self.run.trace.sizes.kv_bytes_per_token
+        return steps * self.steps.decode_seconds(len(running), read)
 
     def _made(self, end: int, request: int) -> int:
         """Tokens of its answer, when it ends after step `end`."""
@@ -275,12 +285,15 @@ class _Gpu:
 
     def _growth(self, steps: int) -> int:
         """Pages that the running requests take in so many steps."""
+        # A page is held for the token that a step makes, one step before SGLang takes it to read
+        # that token.
         demands, pages_for = self.run.trace.demands, self.run.trace.sizes.pages_for
         now = ((demands[i].total - int(end) + self.steps_done) for end, i in self.clock.running)
         return sum(pages_for(tokens + steps) - pages_for(tokens) for tokens in now)
 
-    def _retract(self) -> None:
-        """Until the next step has pages: whoever has made least, of these the longest prompt."""
+    def _retract(self) -> bool:
+        """Until the next step has pages: whoever has made least, of these the longest prompt; True
+        when it was anybody."""
         clock, demands = self.clock, self.run.trace.demands
         before = len(clock.running)
         made = {request: self._made(int(end), request) for end, request in clock.running}
@@ -289,16 +302,17 @@ class _Gpu:
             clock.running.remove(entry)
             request = entry[1]
             self.retracted[request] = made.pop(request)
-            self.kv_pages -= demands[request].pages
             self.held.remove(self.prompt_of[request])
             self.run.retract(request)
             heapq.heappush(clock.waiting, (self.now, request))
-        if len(clock.running) < before:
-            heapq.heapify(clock.running)
-            self.is_full = False
-            self.served.retractions += before - len(clock.running)
-            answers = (demands[index].total - demands[index].prompt for index in made)
-            self.reserve.retracted(made.values(), answers)
+        if len(clock.running) == before:
+            return False
+        heapq.heapify(clock.running)
+        self.is_full = False
+        self.served.retractions += before - len(clock.running)
+        answers = (demands[index].total - demands[index].prompt for index in made)
+        self.reserve.retracted(made.values(), answers)
+        return True
 
     def _end(self, request: int) -> None:
         self.is_full = False

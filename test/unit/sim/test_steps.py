@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
-from helpers_sim import OPTIONS, SIZES, tiny
-from hypothesis import assume, event, given, settings
+from helpers_sim import OPTIONS, tiny
+from hypothesis import assume, event, example, given, settings
 from hypothesis import strategies as st
 
 from sglang_graft.cache import Rates
@@ -23,7 +23,7 @@ RATES = Rates(
     prefill_s_per_token=TOKEN_S,
     prefill_s_per_token_pair=0,
 )
-# A page of KV (8 bytes) takes 1/8 s to read.
+# The KV of a token (4 bytes) takes 1/16 s to read.
 STEPS = Steps(prefill_s=1.0, decode_s=0.5, decode_s_per_request=0.125, read_bytes_per_s=64.0)
 
 
@@ -34,9 +34,14 @@ def request(at: float, key: int, prompt: int, output: int, adapter: int = 0) -> 
 
 
 def prepared(
-    requests: list[Request], *, pages: int = 1000, rates: Rates = RATES, **server: int
+    requests: list[Request],
+    *,
+    pages: int = 1000,
+    rates: Rates = RATES,
+    host_gb: float = 0.0,
+    **server: int,
 ) -> Replay:
-    options = replace(OPTIONS, rates=rates, host_gb=0.0)
+    options = replace(OPTIONS, rates=rates, host_gb=host_gb)
     gpu = Server(pages=pages, rates=rates, **server)
     return Bench(tiny(requests), gpu, Schedule(), options).prepared("lru")
 
@@ -54,9 +59,8 @@ def played(
 
 def test_a_request_alone_takes_a_prefill_and_its_steps() -> None:
     found = played([request(2.0, 1, prompt=8, output=5)])
-    pages = (8 + 5 + 1) // 2
     assert found.ttft_s() == [1.0 + 8 * TOKEN_S]
-    assert found.end_s == [found.first_s[0] + 4 * (0.5 + pages / 8)]
+    assert found.end_s == [found.first_s[0] + 4 * 0.5 + (9 + 10 + 11 + 12) / 16]
 
 
 def test_who_comes_amid_a_step_waits_for_its_rest_and_stops_decode() -> None:
@@ -72,7 +76,7 @@ def test_a_step_grows_with_its_requests_and_their_kv() -> None:
     twins = [request(0.0, key, prompt=4, output=3) for key in (1, 2)]
     found = played(twins)
     assert found.first_s == [1.0 + 8 * TOKEN_S] * 2  # one forward for both
-    assert found.end_s == [3.0 + 2 * (0.5 + 0.125 + 2 * 4 / 8)] * 2
+    assert found.end_s == [3.0 + 2 * (0.5 + 0.125) + 2 * (5 + 6) / 16] * 2
 
 
 def test_a_long_prompt_is_computed_in_forwards_without_a_step_between() -> None:
@@ -94,8 +98,11 @@ def test_who_has_no_room_waits_until_somebody_ends() -> None:
     both = [request(0.0, key, prompt=4, output=4) for key in (1, 2)]
     # The first one holds a page of weights, two of its prompt and one for a token, and is promised
     # two and one to round; the second one needs as much without weights, and one page more is left.
-    wide, narrow = (played(both, pages=pages) for pages in (13, 12))
+    wide, less, narrow = (played(both, pages=pages) for pages in (13, 12, 10))
     assert wide.first_s[1] == wide.first_s[0]
+    # After the first prefill of an idle server it is tried again. The first one is promised 0.7 of
+    # three tokens then, beside five pages for the second one: 11 pages would do.
+    assert played(both, pages=11).first_s == less.first_s == [2.0, 4.0]
     assert narrow.first_s[1] == narrow.end_s[0] + 2.0
     assert played(both, max_running=1).first_s == narrow.first_s
 
@@ -123,9 +130,21 @@ def test_a_part_of_what_running_answers_may_need_is_kept_for_them() -> None:
 
 
 def test_who_has_no_first_token_is_promised_all_of_its_answer() -> None:
-    together, apart = (played(two(lag), EQUAL, pages=1000) for lag in (0, 10))
-    assert together.first_s[1] == pytest.approx(together.end_s[0] + 2)
-    assert apart.first_s[1] == pytest.approx(12, abs=0.6)
+    # Weights, 503 pages with one to round for each, and one page more; for a prefill each, 0.7 of
+    # the first answer is enough.
+    together, apart = (played(two(0), EQUAL, pages=pages) for pages in (1009, 1008))
+    assert together.first_s == [3, 3]
+    assert apart.first_s == [2, 4]
+
+
+def test_beside_running_requests_who_does_not_fit_is_not_tried_after_a_prefill() -> None:
+    # 0.7 of two answers would leave room for the third request when the second one has
+    # its first token; the whole of the second one's does not.
+    began = request(0.0, 9, prompt=4, output=2000)
+    found = played([began, *two(0, at=10)], EQUAL, pages=1650)
+    assert found.first_s[1] == pytest.approx(12, abs=0.6)
+    assert found.first_s[2] == pytest.approx(found.end_s[1] + 2)
+    assert found.retractions == 0
 
 
 def test_after_a_pause_the_ratio_is_as_at_first() -> None:
@@ -155,7 +174,23 @@ def test_who_has_made_least_is_retracted_and_computes_it_again() -> None:
     left = 1000 - made - 1
     assert found.end_s[1] == pytest.approx(found.end_s[0] + 1 + (made + 2) * TOKEN_S + left * 0.5)
     assert run.totals.requests == 2  # it is no new demand
+    assert (run.totals.adapter_loads, run.totals.adapter_hits) == (1, 1)
     assert found.cached == [0, 0]
+
+
+def test_after_a_retraction_others_are_tried_behind_one_step() -> None:
+    # The small one does not fit when it comes, as memory is about to run out.
+    run = prepared([*two(152), request(465.0, 50, prompt=4, output=2)], pages=800)
+    gpu = _Gpu(run, EQUAL)
+    while not gpu.served.retractions:
+        assert gpu.step()
+    stayed = gpu._made(int(gpu.clock.running[0][0]), 0) - 1
+    assert gpu.now > 465
+    assert gpu.reserve.ratio == (stayed + 20) / 1001  # falls with the next step
+    tried = gpu.now
+    while gpu.step():
+        pass
+    assert gpu.served.first_s[2] == tried + 2 < gpu.served.end_s[0] < gpu.served.end_s[1]
 
 
 def test_who_finds_no_page_beside_prompts_under_way_waits_for_them() -> None:
@@ -241,15 +276,12 @@ def test_without_decode_and_batches_it_is_a_single_server_queue(arrivals: list[f
 class _Naive:
     left: int  # tokens of the prompt
     more: int  # tokens after the first
-    pages: int
+    tokens: int  # of both, and of the whole answer
 
 
 def one_step_after_the_other(requests: list[Request], chunk: int) -> tuple[list[float], ...]:
     """(first_s, end_s) of requests that share nothing, with room for all; a loop over forwards."""
-    states = [
-        _Naive(r.prompt_tokens, r.output.length - 1, SIZES.pages_for(len(r.tokens())))
-        for r in requests
-    ]
+    states = [_Naive(r.prompt_tokens, r.output.length - 1, len(r.tokens())) for r in requests]
     order = sorted(range(len(requests)), key=lambda i: (requests[i].arrival_s, i))
     first, end, now = [0.0] * len(states), [0.0] * len(states), 0.0
     while any(end_s == 0 for end_s in end):
@@ -267,7 +299,8 @@ def one_step_after_the_other(requests: list[Request], chunk: int) -> tuple[list[
                 first[i] = now
                 end[i] = 0.0 if states[i].more else now
         elif decoding:
-            now += 0.5 + 0.125 * (len(decoding) - 1) + sum(states[i].pages for i in decoding) / 8
+            read = sum(states[i].tokens - states[i].more for i in decoding)
+            now += 0.5 + 0.125 * (len(decoding) - 1) + read / 16
             for i in decoding:
                 states[i].more -= 1
                 end[i] = 0.0 if states[i].more else now
@@ -296,6 +329,33 @@ def test_steps_taken_at_once_are_steps_one_after_the_other(
     assert found.end_s == pytest.approx(end)
 
 
+def retractions(gpu: _Gpu) -> list[tuple[int, int]]:
+    """Serves all; (request, tokens of its answer that it had made) of each that was retracted."""
+    found: list[tuple[int, int]] = []
+    before: dict[int, int] = {}
+    while gpu.step():
+        gpu.run.check_invariants()
+        # Between two retractions of one request its entry is gone for a step at least.
+        found += [entry for entry in gpu.retracted.items() if entry[0] not in before]
+        before = dict(gpu.retracted)
+    assert len(found) == gpu.served.retractions
+    return found
+
+
+def check_tokens(run: Replay, found: Served, retracted: list[tuple[int, int]]) -> None:
+    """What was not cached is computed once, and what was lost, and no more, once again."""
+    requests = run.trace.workload.requests
+    least = sum(r.prompt_tokens for r in requests) - sum(found.cached)
+    least += sum(made for _, made in retracted)
+    most = least + sum(requests[i].prompt_tokens for i, _ in retracted)
+    # Of a prompt the last token at least is computed again.
+    assert least + len(retracted) <= found.prefill_tokens <= most
+    assert found.prefill_tokens * TOKEN_S == run.totals.prefill_seconds
+    answers = sum(r.output.length - 1 for r in requests)
+    assert found.decode_tokens == answers - len(retracted)
+    assert run.totals.requests == len(requests)
+
+
 @given(TRAFFIC, st.integers(14, 40), st.integers(1, 12))
 @settings(deadline=None, max_examples=100)
 def test_every_token_is_made_once_and_the_gpu_does_one_thing_at_a_time(
@@ -303,10 +363,9 @@ def test_every_token_is_made_once_and_the_gpu_does_one_thing_at_a_time(
 ) -> None:
     requests = made(traffic)
     run = prepared(requests, pages=pages, chunk_tokens=chunk)
-    found = serve(run, STEPS)
-    asked = sum(r.prompt_tokens for r in requests) - sum(found.cached)
-    assert found.prefill_tokens > asked if found.retractions else found.prefill_tokens == asked
-    assert found.decode_tokens == sum(r.output.length - 1 for r in requests) - found.retractions
+    gpu = _Gpu(run, STEPS)
+    check_tokens(run, gpu.served, retractions(gpu))
+    found = gpu.served
     assert sum(found.cached) == run.totals.device_tokens + run.totals.host_tokens == 0
     assert found.prefill_s + found.decode_s <= max(found.end_s) - min(found.ready_s) + 1e-6
     for asked, ttft, first, end in zip(
@@ -316,24 +375,35 @@ def test_every_token_is_made_once_and_the_gpu_does_one_thing_at_a_time(
         assert end >= first + (asked.output.length - 1) * 0.5 - 1e-6
 
 
-@given(TRAFFIC, st.integers(20, 60), st.sampled_from([1.0, 2.0**60]))
+# Each has its first token before the next one comes, and their answers have no room together.
+SHORT_OF_MEMORY = [(3.0, 4, 12), (7.0, 4, 12), (11.0, 4, 12)]
+
+
+@given(TRAFFIC, st.integers(20, 60), st.sampled_from([1.0, 2.0**60]), st.sampled_from([0, 8e-7]))
+@example(SHORT_OF_MEMORY, 32, 2.0**60, 0)
+@example(SHORT_OF_MEMORY, 24, 2.0**60, 8e-7)
 @settings(deadline=None, max_examples=100)
 def test_whoever_is_retracted_is_served_once(
-    traffic: list[tuple[float, int, int]], pages: int, h2d: float
+    traffic: list[tuple[float, int, int]], pages: int, h2d: float, host_gb: float
 ) -> None:
-    """At first nothing is kept for answers. Prompts begin alike."""
+    """At first nothing is kept for answers. Prompts begin alike. With and without a host tier of
+    100 pages."""
     began = request(0.0, 900, prompt=2, output=30)
     later = [replace(r, prompt=(Segment(7, 5), *r.prompt)) for r in made(traffic)]
-    run = prepared([began, *later], pages=pages, rates=replace(RATES, h2d_bytes_per_s=h2d))
+    run = prepared(
+        [began, *later],
+        pages=pages,
+        rates=replace(RATES, h2d_bytes_per_s=h2d),
+        host_gb=host_gb,
+    )
     gpu = _Gpu(run, STEPS)
     gpu.reserve.ratio = 0.0
-    while gpu.step():
-        run.check_invariants()
+    retracted = retractions(gpu)
     found = gpu.served
-    answers = sum(r.output.length - 1 for r in (began, *later))
-    assert found.decode_tokens == answers - found.retractions
-    assert run.totals.requests == 1 + len(later)
+    check_tokens(run, found, retracted)
     assert all(map(lambda first, end: 0 < first <= end, found.first_s, found.end_s))
+    if traffic is SHORT_OF_MEMORY:
+        assert retracted
     event(f"retracted {min(found.retractions, 3)}")
 
 
