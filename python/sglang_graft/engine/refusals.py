@@ -34,6 +34,15 @@ def _other_than(*allowed: Any) -> Callable[[Any], bool]:
     return lambda value: value not in allowed
 
 
+_GRAPHS = {"decode": (None, "full", "disabled"), "prefill": (None, "breakable", "disabled")}
+
+
+def _other_graphs(config: Any) -> bool:
+    """Of the flag's JSON, or of SGLang's own object in a program: that tells what is no default."""
+    asked = config if isinstance(config, dict) else config.to_dict() if config else {}
+    return any(asked.get(phase, {}).get("backend") not in known for phase, known in _GRAPHS.items())
+
+
 _NOT_TRIED = "the LoRA kernels were not tried under it"
 
 REQUESTED = (
@@ -81,8 +90,9 @@ REQUESTED = (
     Refusal("enable_pdmux", _given, "prefill and decode would share no stream order"),
     Refusal("elastic_ep_backend", _given, "experts carry no adapters"),
     Refusal("schedule_policy", lambda value: value == "dfs-weight", "it walks SGLang's own nodes"),
-    Refusal("cuda_graph_backend_decode", _other_than(None, "full", "disabled"), _NOT_TRIED),
-    Refusal("cuda_graph_backend_prefill", _other_than(None, "breakable", "disabled"), _NOT_TRIED),
+    Refusal("cuda_graph_backend_decode", _other_than(*_GRAPHS["decode"]), _NOT_TRIED),
+    Refusal("cuda_graph_backend_prefill", _other_than(*_GRAPHS["prefill"]), _NOT_TRIED),
+    Refusal("cuda_graph_config", _other_graphs, _NOT_TRIED),
     Refusal("debug_cuda_graph", _given, "it runs every operation outside of graphs"),
     Refusal("enable_torch_compile", _given, _NOT_TRIED),
     Refusal("tokenizer_worker_num", _over_one, "SGLang loads no plugins in tokenizer workers"),
@@ -102,11 +112,6 @@ RESOLVED = (
     Refusal("prefill_attention_backend", _other_than(None, *_ATTENTION), _NOT_KNOWN),
     Refusal("decode_attention_backend", _other_than(None, *_ATTENTION), _NOT_KNOWN),
     Refusal("page_size", lambda value: not _is_page_size(value), "power of two, 16 to 64"),
-    Refusal(
-        "cuda_graph_config",
-        lambda config: config.decode.backend not in ("full", "disabled"),
-        f"decode: {_NOT_TRIED}",
-    ),
 )
 
 

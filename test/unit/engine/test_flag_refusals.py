@@ -4,8 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
 
-from sglang_graft.engine.refusals import REQUESTED, RESOLVED, check_requested
+from sglang_graft.engine.refusals import REQUESTED, check_requested
 
 HARMLESS = (None, False, True, "graft", 1, 32, "fcfs")
 
@@ -36,7 +37,9 @@ def test_what_would_take_the_adapters_out_of_graphs_is_refused(field: str) -> No
 def test_a_backend_of_decode_graphs_is_refused_by_either_flag() -> None:
     with pytest.raises(ValueError, match="--cuda-graph-backend-decode 'breakable'"):
         check_requested(arguments(cuda_graph_backend_decode="breakable"))
-    (row,) = (row for row in RESOLVED if row.field == "cuda_graph_config")
-    for backend, refused in (("full", False), ("disabled", False), ("breakable", True)):
-        config = SimpleNamespace(decode=SimpleNamespace(backend=backend))
-        assert row.refused(config) is refused
+    asked = {"decode": {"backend": "breakable"}}
+    for config in (asked, CudaGraphConfig.from_dict(asked), {"prefill": {"backend": "full"}}):
+        with pytest.raises(ValueError, match="--cuda-graph-config"):
+            check_requested(arguments(cuda_graph_config=config))
+    for fine in ({"decode": {"bs": [1, 2]}, "prefill": {"backend": "disabled"}}, CudaGraphConfig()):
+        check_requested(arguments(cuda_graph_config=fine))
