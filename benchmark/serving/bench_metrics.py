@@ -217,7 +217,7 @@ def main() -> None:
         adapters = tiny_adapters.save_ranks(folder, dict.fromkeys(names, 8))
         flags = ("--page-size", "16", "--max-total-tokens", "32768")
         with serve(model, folder, *flags, adapters=adapters) as server:
-            children = psutil.Process(server.launched.pid).children(recursive=True)
+            children = psutil.Process(server.pid).children(recursive=True)
             (process,) = [c for c in children if "scheduler" in " ".join(c.cmdline())]
             blocks = load(server.url, process.pid, names, options)
     found, calls = summary(blocks), accounting()

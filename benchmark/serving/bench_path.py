@@ -165,7 +165,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, li
                     windows.setdefault(side, []).extend(asked)
     taken = read_marks(marks)
     return {
-        side: {"whole": [(end - begin) * 1e3 for begin, end in of], **parts_ms(taken, of)}
+        side: {"whole": [(until - begin) * 1e3 for begin, until in of], **parts_ms(taken, of)}
         for side, of in windows.items()
     }
 
