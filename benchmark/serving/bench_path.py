@@ -12,8 +12,9 @@ a table has the medians of each, and by how much Graft's is longer.
 Parts end at these marks: `received` in the HTTP process, `tokenized` and about to be sent,
 `scheduler` has it, `batch` made, `forward` called, `launched` (on a CPU: computed; on a GPU queued,
 or replayed); the same three of the decode step that the overlap schedule launches before it looks
-at the first result; `result` about to be sent, `detokenizer` has it, `detokenized`, `answer back`
-in the HTTP process, and `client` has it. Medians of parts do not add up to the median of the whole.
+at the first result, 0 where it looks first; `result` about to be sent, `detokenizer` has it,
+`detokenized`, `answer back` in the HTTP process, and `client` has it. Medians of parts do not add
+up to the median of the whole.
 
 What this does not show: the parts of a batch, or of a request that waits; a machine where the
 servers' processes compete for cores shows that, too.
@@ -46,9 +47,10 @@ from sglang_graft.bench.units import write_json
 from sglang_graft.sim.workloads import FIRST_TOKEN
 
 _LAUNCH = ("batch", "forward", "launched")
+_NEXT = "next "
 PARTS = {
     **{mark: mark for mark in ("received", "tokenized", "scheduler", *_LAUNCH)},
-    **{f"next {mark}": mark for mark in _LAUNCH},
+    **{_NEXT + mark: mark for mark in _LAUNCH},
     **{mark: mark for mark in ("result", "detokenizer", "detokenized", "answer back")},
 }
 """Parts in the order of a request's way, and the mark at which each ends."""
@@ -65,23 +67,32 @@ def read_marks(folder: Path) -> Marks:
     return sorted((float(at), name) for name, at in rows)
 
 
+def _place(marks: Marks, name: str, place: int) -> int:
+    """Where the first mark of this name is from `place` on; behind all of them if there is none."""
+    while place < len(marks) and marks[place][1] != name:
+        place += 1
+    return place
+
+
 def parts_ms(marks: Marks, windows: list[Window]) -> dict[str, list[float]]:
     """Milliseconds of each part for each request: from the mark before to this one.
 
     A window is from when the client sent a request until it had the answer. The first mark of each
-    name behind the one before counts. ValueError for a request that lacks one.
+    name behind the one before counts; parts of the next step that end after the result was sent are
+    0. ValueError for a request that lacks a mark.
     """
     found: dict[str, list[float]] = {part: [] for part in (*PARTS, CLIENT)}
     for begin, until in windows:
         place, last = bisect.bisect_left(marks, (begin, "")), begin
         for part, mark in PARTS.items():
-            while place < len(marks) and marks[place][1] != mark:
-                place += 1
-            if place == len(marks) or marks[place][0] > until:
+            at = _place(marks, mark, place)
+            if part.startswith(_NEXT) and at > _place(marks, "result", place):
+                found[part].append(0.0)
+                continue
+            if at == len(marks) or marks[at][0] > until:
                 raise ValueError(f"no mark {mark!r} for {part!r} between {begin} and {until}")
-            found[part].append((marks[place][0] - last) * 1e3)
-            last = marks[place][0]
-            place += 1
+            found[part].append((marks[at][0] - last) * 1e3)
+            last, place = marks[at][0], at + 1
         found[CLIENT].append((until - last) * 1e3)
     return found
 
@@ -170,12 +181,20 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, li
     }
 
 
+def _quickest(values: list[float]) -> float:
+    """The 20 % quantile: on a host with neighbours a process may run at two speeds."""
+    return statistics.quantiles(values, n=5, method="inclusive")[0]
+
+
 def table(parts: dict[str, dict[str, list[float]]]) -> str:
-    """Markdown: medians in milliseconds."""
-    lines = ["| part | LoRA off | Graft | more |", "|---|---|---|---|"]
+    """Markdown: medians and 20 % quantiles in milliseconds."""
+    lines = ["| part | LoRA off | Graft | more | off, p20 | Graft, p20 | more |", "|---" * 7 + "|"]
     for part in ("whole", *PARTS, CLIENT):
-        off, graft = (statistics.median(parts[side][part]) for side in ("off", "graft"))
-        lines.append(f"| {part} | {off:.3f} | {graft:.3f} | {graft - off:+.3f} |")
+        cells = []
+        for figure in (statistics.median, _quickest):
+            off, graft = (figure(parts[side][part]) for side in ("off", "graft"))
+            cells += [f"{off:.3f}", f"{graft:.3f}", f"{graft - off:+.3f}"]
+        lines.append(f"| {part} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -56,10 +56,12 @@ def split(peer: Peer, budget_gb: float, shape: ModelShape, workload: Workload) -
         found = Split(budget, 0, tokens, pages * layout.page_bytes, text)
     else:
         slots = peer.slots * weights
-        tokens = max(budget - slots, 0) // token
+        size = shape.page_tokens
+        tokens = max(budget - slots, 0) // token // size * size  # as SGLang rounds it
         text = (
             f"{budget} B - {peer.slots} slots x {weights} B (rank {rank}, all linears) = "
-            f"{budget - slots} B / {token} B a token; --max-total-tokens {tokens}"
+            f"{budget - slots} B / {token} B a token, in pages of {size};"
+            f" --max-total-tokens {tokens}"
         )
         found = Split(budget, slots, tokens, tokens * token, text)
     if found.kv_tokens < needed:

@@ -14,6 +14,7 @@ from sglang_graft.engine import (
     background_load,
     bind,
     control,
+    first_tokens,
     flush,
     graphs,
     host_memory,
@@ -50,6 +51,7 @@ HOOKS = (
     *control.HOOKS,
     *flush.HOOKS,
     *prefill_times.HOOKS,
+    *first_tokens.HOOKS,
 )
 
 

@@ -46,10 +46,11 @@ def test_stock_pays_for_slots_first(shape: ModelShape) -> None:
     budget_gb = 1e-3
     small, large, base, graft = (split(peer, budget_gb, shape, workload) for peer in peers)
     assert (small.adapter_bytes, large.adapter_bytes) == (2 * 32 * RANK, 4 * 32 * RANK)
-    assert small.kv_tokens == (1_000_000 - 2 * 32 * RANK) // TOKEN
-    assert base.kv_tokens == 1_000_000 // TOKEN
-    pages = 1_000_000 // (TOKEN * shape.page_tokens)
-    assert graft.kv_tokens == pages * shape.page_tokens
+    # All in whole pages: SGLang rounds down to them, and the sides must be equal.
+    page = TOKEN * shape.page_tokens
+    assert small.kv_tokens == (1_000_000 - 2 * 32 * RANK) // page * shape.page_tokens
+    assert (1_000_000 - 2 * 32 * RANK) // TOKEN % shape.page_tokens != 0
+    assert base.kv_tokens == graft.kv_tokens == 1_000_000 // page * shape.page_tokens
     for cut in (small, large, base, graft):
         assert not cut.problem
         assert cut.adapter_bytes + cut.kv_bytes <= cut.budget_bytes

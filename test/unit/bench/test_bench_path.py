@@ -57,6 +57,19 @@ def test_later_marks_of_a_name_do_not_count() -> None:
         assert parts[part] == pytest.approx([1.0])
 
 
+def test_parts_of_a_step_that_is_launched_after_the_result_are_nothing() -> None:
+    order = ["batch", "forward", "launched", "result", "batch", "detokenizer", "forward"]
+    order = ["received", "tokenized", "scheduler", *order, "launched", "detokenized", "answer back"]
+    marks = [(1.0 + 0.001 * (i + 1), mark) for i, mark in enumerate(order)]
+    parts = bench_path.parts_ms(marks, [(1.0, 1.0 + 0.001 * (len(order) + 1))])
+    for part in ("next batch", "next forward", "next launched"):
+        assert parts[part] == [0.0]
+    for part in ("launched", "result"):
+        assert parts[part] == pytest.approx([1.0])
+    assert parts["detokenizer"] == pytest.approx([2.0])
+    assert parts["detokenized"] == pytest.approx([3.0])
+
+
 def test_a_request_without_a_mark_is_an_error() -> None:
     marks = [row for row in way(1.0, 0.001) if row[1] != "detokenizer"]
     with pytest.raises(ValueError, match="no mark 'detokenizer' for"):
@@ -73,11 +86,11 @@ def test_marks_of_several_processes_are_in_order(tmp_path: Path) -> None:
 
 def test_the_table_has_what_graft_takes_more() -> None:
     sides = {
-        side: {part: [ms] for part in ("whole", *PARTS, CLIENT)}
+        side: {part: [ms, 3 * ms, 3 * ms] for part in ("whole", *PARTS, CLIENT)}
         for side, ms in (("off", 1.0), ("graft", 1.25))
     }
     rows = bench_path.table(sides).splitlines()
-    assert rows[2] == "| whole | 1.000 | 1.250 | +0.250 |"
+    assert rows[2] == "| whole | 3.000 | 3.750 | +0.750 | 1.800 | 2.250 | +0.450 |"
     assert len(rows) == 2 + 1 + len(PARTS) + 1
 
 

@@ -1,0 +1,115 @@
+"""A lone prefill's result is processed before the next batch is made, if it is there."""
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_graft.engine import first_tokens
+from sglang_graft.engine.first_tokens import PATIENCE_SECONDS, first
+
+
+class Event:
+    """The device's, which is over when it has been asked so often."""
+
+    def __init__(self, needs: int) -> None:
+        self.needs = needs
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > self.needs
+
+
+class Loop:
+    """What the hook uses of a scheduler, and the order of what it does."""
+
+    def __init__(self, event: Event | None, mode: ForwardMode = ForwardMode.EXTEND) -> None:
+        self.enable_overlap = True
+        self.chunked_req: object = None
+        self.last_batch: Any = SimpleNamespace(forward_mode=mode)
+        self.result_queue = deque([("launched", SimpleNamespace(copy_done=event))])
+        self.did: list[str] = []
+
+    def process_batch_result(self, batch: str, result: Any) -> None:
+        self.did.append("processed")
+
+    def next_batch(self, *, running: bool = False) -> None:
+        def original(itself: "Loop", running_batch: Any, last_batch: Any) -> str:
+            assert last_batch is not None
+            assert itself.last_batch is last_batch  # what counts pages of running requests
+            itself.did.append("made")
+            return "plan"
+
+        batch = SimpleNamespace(is_empty=lambda: not running)
+        assert first(original, self, batch, self.last_batch) == "plan"
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A clock by which each question to the device takes a tenth of the patience."""
+    ticks = [0]
+
+    def now() -> float:
+        ticks[0] += 1
+        return ticks[0] * PATIENCE_SECONDS / 10
+
+    monkeypatch.setattr(first_tokens.time, "perf_counter", now)
+    return ticks
+
+
+@pytest.mark.parametrize("event", [None, Event(0), Event(5)])
+def test_a_result_that_is_there_or_comes_is_processed_first(event: Event | None) -> None:
+    loop = Loop(event)
+    loop.next_batch()
+    assert loop.did == ["processed", "made"]
+    assert not loop.result_queue
+    assert loop.last_batch is None
+
+
+def test_patience_ends() -> None:
+    event = Event(10**9)
+    loop = Loop(event)
+    loop.next_batch()
+    assert loop.did == ["made"]
+    assert len(loop.result_queue) == 1
+    assert loop.last_batch is not None
+    assert 10 <= event.asked <= 11
+
+
+def test_nobody_else_is_kept_waiting() -> None:
+    event = Event(0)
+    loop = Loop(event)
+    loop.next_batch(running=True)
+    assert loop.did == ["made"]
+    assert event.asked == 0
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.IDLE])
+def test_only_prefills_have_first_tokens(mode: ForwardMode) -> None:
+    loop = Loop(Event(0), mode)
+    loop.next_batch()
+    assert loop.did == ["made"]
+
+
+def test_a_chunk_of_a_prompt_has_none() -> None:
+    loop = Loop(Event(0))
+    loop.chunked_req = object()
+    loop.next_batch()
+    assert loop.did == ["made"]
+
+
+def test_a_loop_without_overlap_has_processed_everything() -> None:
+    loop = Loop(Event(0))
+    loop.enable_overlap = False
+    loop.next_batch()
+    assert loop.did == ["made"]
+
+
+def test_nothing_was_launched() -> None:
+    loop = Loop(Event(0))
+    loop.last_batch = None
+    loop.result_queue.clear()
+    assert first(lambda *_: "plan", loop, SimpleNamespace(is_empty=lambda: True), None) == "plan"
