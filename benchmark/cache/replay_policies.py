@@ -96,7 +96,7 @@ def load() -> list[Row]:
 
 
 def mean(rows: Iterable[Row], key: str) -> float:
-    return statistics.mean(row[key] for row in rows)
+    return float(statistics.mean(row[key] for row in rows))
 
 
 def select(rows: list[Row], **wanted: Any) -> list[Row]:

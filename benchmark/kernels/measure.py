@@ -13,7 +13,7 @@ COPY_BYTES = 1 << 30
 
 def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A graph of `step`, run once before so that all is compiled."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         step()
@@ -26,12 +26,15 @@ def capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 def milliseconds(step: Callable[[], object]) -> float:
     """Device time of one call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (
+        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        for _ in range(2)
+    )
     start.record()
     step()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return float(start.elapsed_time(end))
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -118,7 +118,9 @@ def first_tokens(
 ) -> dict[str, list[float]]:
     """Of 256 tokens with cold adapters among them, then of longer prompts."""
     few = [name for name in sorted(names) if name.endswith("-r16")] or sorted(names)
-    always: dict[str, Names] = {"base": [None]} | ({"warm adapter": [*few[:1]]} if names else {})
+    always: dict[str, Names] = {"base": [None]}
+    if names:
+        always["warm adapter"] = [*few[:1]]
     first_token_ms(client, {case: 10 * asks for case, asks in always.items()}, source, 256)
     asked = {case: TURNS * asks for case, asks in always.items()}
     if few[1:]:  # nothing has used them yet: the first request of each finds its weights cold

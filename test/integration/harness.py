@@ -193,8 +193,8 @@ def serve(
         _wait_healthy(server, process)
         yield server
     lines = log.read_text(errors="replace").splitlines()
-    for at, line in enumerate(lines):
-        if "Traceback" not in line:
+    for at, text in enumerate(lines):
+        if "Traceback" not in text:
             continue
         begin = at
         while begin and not lines[begin].startswith("["):  # the time of a record of the log

@@ -53,8 +53,10 @@ def new_biased_model() -> Qwen2ForCausalLM:
     """A Qwen2 of the same size: biases on q, k and v, and a tied head."""
     torch.manual_seed(12)
     sizes = config().to_dict()
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "vocab_size", "max_position_embeddings", "initializer_range")
+    names = [
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "vocab_size", "max_position_embeddings", "initializer_range"),
+    ]
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     shape = {name: sizes[name] for name in names}
     model = Qwen2ForCausalLM(Qwen2Config(**shape, **tokens, tie_word_embeddings=True))

@@ -114,7 +114,7 @@ def _parts(config: dict[str, Any], draw: Draw) -> Iterator[dict[str, torch.Tenso
 
 
 def _save_tokenizer(folder: Path, vocabulary: int) -> None:
-    from tokenizers import (  # type: ignore[import-untyped]
+    from tokenizers import (
         Tokenizer,
         models,
         pre_tokenizers,

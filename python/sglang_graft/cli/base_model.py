@@ -146,7 +146,7 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
     The GGUF file has them as ids only, and the generic reader takes the start token for the end
     token: a chat would then never stop where it should.
     """
-    from tokenizers import decoders  # type: ignore[import-untyped]
+    from tokenizers import decoders
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     read = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
