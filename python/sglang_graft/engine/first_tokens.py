@@ -2,32 +2,27 @@
 
 Target (0.5.17): `Scheduler.get_next_batch_to_run`, the only place that makes batches. Reason: the
 overlap schedule makes and launches the next batch before it looks at the last result, so that the
-device does not idle meanwhile. A short prefill is launched in about the time that the device takes
-for it: then its result is there already, the device idles in either order, and making and
-launching a decode step, 2 ms on an H200, only keeps the first token waiting. A request that ends
-with its first token needs no such step at all.
+device does not idle meanwhile. But where the result is there already, the device idles in either
+order, and the first token only waits, for a decode step to be made and launched. A request that
+ends with its first token needs no such step at all.
+
+On the CPU a result is always there. On a GPU it is when the device was done with a prompt as soon
+as its last kernel had been launched: when the prompt is short, or the host slow.
 
 This is the order of SGLang's loop without overlap, for one result: processed, then the next batch.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from sglang_graft.engine.hooks import Hook
 
-PATIENCE_SECONDS = 3e-4
-"""How long a result is looked for: the last kernels of a prefill run when it has been launched.
-
-What is lost where it does not come is a part of this, once a prefill on an otherwise idle server.
-"""
-
 
 def first(original: Callable[..., Any], self: Any, running_batch: Any, last_batch: Any) -> Any:
     """AROUND `get_next_batch_to_run`."""
-    if not (_is_alone(self, running_batch, last_batch) and _comes(self.result_queue[0][1])):
+    if not (_is_alone(self, running_batch, last_batch) and _is_there(self.result_queue[0][1])):
         return original(self, running_batch, last_batch)
     self.process_batch_result(*self.result_queue.popleft())
     plan = original(self, running_batch, last_batch)
@@ -47,14 +42,9 @@ def _is_alone(self: Any, running_batch: Any, last_batch: Any) -> bool:
     )
 
 
-def _comes(result: Any) -> bool:
-    """Whether the host has the tokens, now or in a moment."""
-    if result.copy_done is None:
-        return True
-    until = time.perf_counter() + PATIENCE_SECONDS
-    while not (there := result.copy_done.query()) and time.perf_counter() < until:
-        pass
-    return bool(there)
+def _is_there(result: Any) -> bool:
+    """Whether the host has the tokens; asks the device, and does not wait for it."""
+    return result.copy_done is None or bool(result.copy_done.query())
 
 
 HOOKS = (

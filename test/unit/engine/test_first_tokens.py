@@ -7,20 +7,19 @@ from typing import Any
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_graft.engine import first_tokens
-from sglang_graft.engine.first_tokens import PATIENCE_SECONDS, first
+from sglang_graft.engine.first_tokens import first
 
 
 class Event:
-    """The device's, which is over when it has been asked so often."""
+    """The device's, over or not."""
 
-    def __init__(self, needs: int) -> None:
-        self.needs = needs
+    def __init__(self, over: bool) -> None:
+        self.over = over
         self.asked = 0
 
     def query(self) -> bool:
         self.asked += 1
-        return self.asked > self.needs
+        return self.over
 
 
 class Loop:
@@ -47,21 +46,8 @@ class Loop:
         assert first(original, self, batch, self.last_batch) == "plan"
 
 
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A clock by which each question to the device takes a tenth of the patience."""
-    ticks = [0]
-
-    def now() -> float:
-        ticks[0] += 1
-        return ticks[0] * PATIENCE_SECONDS / 10
-
-    monkeypatch.setattr(first_tokens.time, "perf_counter", now)
-    return ticks
-
-
-@pytest.mark.parametrize("event", [None, Event(0), Event(5)])
-def test_a_result_that_is_there_or_comes_is_processed_first(event: Event | None) -> None:
+@pytest.mark.parametrize("event", [None, Event(True)])
+def test_a_result_that_is_there_is_processed_first(event: Event | None) -> None:
     loop = Loop(event)
     loop.next_batch()
     assert loop.did == ["processed", "made"]
@@ -69,18 +55,18 @@ def test_a_result_that_is_there_or_comes_is_processed_first(event: Event | None)
     assert loop.last_batch is None
 
 
-def test_patience_ends() -> None:
-    event = Event(10**9)
+def test_one_that_is_not_there_is_not_waited_for() -> None:
+    event = Event(False)
     loop = Loop(event)
     loop.next_batch()
     assert loop.did == ["made"]
     assert len(loop.result_queue) == 1
     assert loop.last_batch is not None
-    assert 10 <= event.asked <= 11
+    assert event.asked == 1
 
 
 def test_nobody_else_is_kept_waiting() -> None:
-    event = Event(0)
+    event = Event(True)
     loop = Loop(event)
     loop.next_batch(running=True)
     assert loop.did == ["made"]
@@ -89,27 +75,27 @@ def test_nobody_else_is_kept_waiting() -> None:
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.IDLE])
 def test_only_prefills_have_first_tokens(mode: ForwardMode) -> None:
-    loop = Loop(Event(0), mode)
+    loop = Loop(Event(True), mode)
     loop.next_batch()
     assert loop.did == ["made"]
 
 
 def test_a_chunk_of_a_prompt_has_none() -> None:
-    loop = Loop(Event(0))
+    loop = Loop(Event(True))
     loop.chunked_req = object()
     loop.next_batch()
     assert loop.did == ["made"]
 
 
 def test_a_loop_without_overlap_has_processed_everything() -> None:
-    loop = Loop(Event(0))
+    loop = Loop(Event(True))
     loop.enable_overlap = False
     loop.next_batch()
     assert loop.did == ["made"]
 
 
 def test_nothing_was_launched() -> None:
-    loop = Loop(Event(0))
+    loop = Loop(Event(True))
     loop.last_batch = None
     loop.result_queue.clear()
     assert first(lambda *_: "plan", loop, SimpleNamespace(is_empty=lambda: True), None) == "plan"
