@@ -309,6 +309,7 @@ class Run:
             "requests": dict(counts),
             "done": dict(sorted(self.soak.done.items())),
             "loaded_answers": self.controller.largest,
+            "doubtful": self.controller.doubtful,
             "canaries": self.canaries.report(),
             "memory": soak.growth(memory, self.seconds),
             "memory_mib": [

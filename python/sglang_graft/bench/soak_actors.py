@@ -36,6 +36,7 @@ ANSWER_S = 120.0
 """For a canary or a control operation amid the traffic."""
 CANARY_S, SAMPLE_S = 20.0, 1.0
 OK = httpx.codes.OK
+MOST_DOUBTFUL = 20
 LARGEST = ("largest_gap_where_they_part", "largest_logprob_difference")
 
 
@@ -156,6 +157,7 @@ class Controller:
 
     known: folders that have a name from the start on, so that their weights are there already;
     spare: those that have none. truth: the first answer from each folder; held: what is loaded.
+    doubtful: answers that are a problem, beside the first ones.
     """
 
     soak: Soak
@@ -168,6 +170,7 @@ class Controller:
     source: random.Random = field(init=False)
     serial: int = 0
     largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LARGEST, 0.0))
+    doubtful: list[dict[str, gate.Row]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.source = random.Random(f"controller {self.soak.seed}")
@@ -242,6 +245,8 @@ class Controller:
         self.soak.done["loaded answers equal" if found["equal"] else "loaded answers parted"] += 1
         if not found["agree"]:
             self.soak.problem(f"{what} of {origin}: it answers as another adapter: {found}")
+            if len(self.doubtful) < MOST_DOUBTFUL:
+                self.doubtful.append({"first": self.truth[origin], "answer": row})
 
     async def _load(
         self, name: str, origin: str, what: str = "load", **more: Any

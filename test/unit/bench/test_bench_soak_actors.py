@@ -151,6 +151,9 @@ def test_control_finds_what_is_wrong(tmp_path: Path, deaf: str, text: str) -> No
         for _ in range(4):
             await control.step()
         await control.bad_input()
+        wrong = deaf == "wrong weights"
+        assert bool(control.doubtful) is wrong
+        assert all({*pair} == {"first", "answer"} for pair in control.doubtful)
 
     assert text in soaked(tmp_path, play).problems[0]
 
