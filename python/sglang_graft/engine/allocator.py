@@ -31,6 +31,14 @@ def upload(ids: IdArray, device: torch.device | str) -> torch.Tensor:
     return host
 
 
+def upload_list(ids: list[int], device: torch.device | str) -> torch.Tensor:
+    """The same for a few of them in a list."""
+    if torch.device(device).type != "cuda":
+        return torch.tensor(ids, dtype=torch.int64, device=device)
+    host = torch.tensor(ids, dtype=torch.int64, pin_memory=True)
+    return host.to(device, non_blocking=True)
+
+
 class ArenaAllocator(BaseTokenToKVPoolAllocator):
     """Token ids for running requests, out of the pool's ledger.
 
@@ -127,19 +135,19 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
         """One id `[B]` a request, its token number `seq_lens - 1`, or None: no room."""
-        fresh = (seq_lens_cpu.numpy() - 1) % self.page_size == 0
-        taken = self.pool.ledger.take(int(fresh.sum()), Owner.KV_RUNNING)
+        # Plain lists: between two forwards numpy's first calls cost more than a batch of them.
+        fresh = [(length - 1) % self.page_size == 0 for length in seq_lens_cpu.tolist()]
+        taken = self.pool.ledger.take(sum(fresh), Owner.KV_RUNNING)
         if taken is None:
             return None
-        self.last_rows = _split(taken, fresh.tolist())
+        pages = iter(taken)
+        self.last_rows = [[next(pages)] if new else [] for new in fresh]
         if not taken:
             return last_loc.to(torch.int64) + 1
-        starts = np.asarray(taken, dtype=np.int64) * self.pool.layout.ids_per_page
+        stride = self.pool.layout.ids_per_page
+        new = upload_list([row[0] * stride if row else -1 for row in self.last_rows], self.device)
         if len(taken) == len(fresh):
-            return upload(starts, self.device)
-        first = np.full(len(fresh), -1, dtype=np.int64)
-        first[fresh] = starts
-        new = upload(first, self.device)
+            return new
         return torch.where(new >= 0, new, last_loc.to(torch.int64) + 1)
 
     def free(self, free_index: torch.Tensor) -> None:
