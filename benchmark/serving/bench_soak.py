@@ -249,6 +249,7 @@ class Run:
         if self.soak.gone.is_set():
             return
         await self._settle()
+        await self.controller.judge()
         named = {row["name"] for row in before["adapters"]}
         for row in (await self.soak.get("/graft/pool"))["adapters"]:
             if row["name"] not in named:
@@ -298,7 +299,7 @@ class Run:
         """The result so far; how many problems it has."""
         records, owners = self._records(), self.plan.owners
         counts, failed = soak.errors(records, owners)
-        problems = [*self.soak.problems, *failed]
+        problems = [*self.soak.problems, *self.controller.doubts.problems(), *failed]
         memory = self.watch.memory
         result = self.about | {
             "partial": partial,
@@ -309,7 +310,7 @@ class Run:
             "requests": dict(counts),
             "done": dict(sorted(self.soak.done.items())),
             "loaded_answers": self.controller.largest,
-            "doubtful": self.controller.doubtful,
+            "doubtful": self.controller.doubts.kept,
             "canaries": self.canaries.report(),
             "memory": soak.growth(memory, self.seconds),
             "memory_mib": [

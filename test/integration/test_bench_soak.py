@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from sglang_graft.bench import gate
 from sglang_graft.bench.make_model import make_model
+from sglang_graft.bench.soak_actors import Controller
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "serving"))
 
@@ -29,7 +31,19 @@ def soak(monkeypatch: pytest.MonkeyPatch, model: Path, folder: Path, *more: str)
     return bench_soak.main()
 
 
+def doubt_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right answers are doubted, so that all of them are judged at the end."""
+    check = Controller.check
+
+    def checked(self: Controller, what: str, origin: str, row: gate.Row) -> None:
+        check(self, what, origin, row)
+        self.doubts.add("doubted", origin, self.truth[origin], row)
+
+    monkeypatch.setattr(Controller, "check", checked)
+
+
 def test_a_short_soak(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path) -> None:
+    doubt_all(monkeypatch)
     more = ("--budget-gb", "0.03", "--workloads", "chat,agents", "--seconds", "15", "--strict")
     assert soak(monkeypatch, model, tmp_path, *more) == 0
     text = (tmp_path / "out.json").read_text()
@@ -41,6 +55,8 @@ def test_a_short_soak(monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Pa
     assert requests["failed"] == 0
     assert done["load"] > 0
     assert done["loaded answers equal"] > 0
+    assert all(d["gap"] < gate.TOLERANCE["float32"] for d in found["doubtful"])
+    assert len(found["doubtful"]) > 0
     assert done.get("leave", 0) + done.get("abort", 0) > 0
     # Of the base model and three ranks; before, amid and after the traffic.
     assert canaries["questions"] == 12

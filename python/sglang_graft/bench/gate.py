@@ -66,6 +66,23 @@ async def answer(client: httpx.AsyncClient, name: str | None, prompt: list[int])
     return {"name": name, "length": len(prompt), "ids": found["output_ids"], "best": best}
 
 
+async def forced(
+    client: httpx.AsyncClient, name: str | None, prompt: list[int], ids: list[int]
+) -> list[tuple[float, float]]:
+    """For each token of an answer, below the prompt and the tokens before it: its log-probability
+    and the best one. A greedy answer of these weights has about the best everywhere.
+
+    Raises httpx.HTTPError when there is no answer.
+    """
+    asked = {"return_logprob": True, "top_logprobs_num": 1, "logprob_start_len": len(prompt) - 1}
+    response = await client.post("/generate", json=request_body([*prompt, *ids], name, 1) | asked)
+    response.raise_for_status()
+    found = response.json()["meta_info"]
+    own, best = (found[f"input_{what}_logprobs"][-len(ids) :] for what in ("token", "top"))
+    assert [entry[1] for entry in own] == ids, f"asked about {ids}, got {own}"
+    return [(mine[0], top[0][0]) for mine, top in zip(own, best, strict=True)]
+
+
 def compare(left: Sequence[Row], right: Sequence[Row], dtype: str) -> dict[str, Any]:
     """How many answers agree, and how far `left`'s two best tokens lie apart where they part.
 

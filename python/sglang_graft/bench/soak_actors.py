@@ -30,13 +30,13 @@ from sglang_graft.bench.soak import (
     pool_problems,
     resident,
 )
+from sglang_graft.bench.soak_doubts import Doubts
 from sglang_graft.sim.workloads import FIRST_TOKEN, Workload
 
 ANSWER_S = 120.0
 """For a canary or a control operation amid the traffic."""
 CANARY_S, SAMPLE_S = 20.0, 1.0
 OK = httpx.codes.OK
-MOST_DOUBTFUL = 20
 LARGEST = ("largest_gap_where_they_part", "largest_logprob_difference")
 
 
@@ -157,7 +157,6 @@ class Controller:
 
     known: folders that have a name from the start on, so that their weights are there already;
     spare: those that have none. truth: the first answer from each folder; held: what is loaded.
-    doubtful: answers that are a problem, beside the first ones.
     """
 
     soak: Soak
@@ -170,9 +169,10 @@ class Controller:
     source: random.Random = field(init=False)
     serial: int = 0
     largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LARGEST, 0.0))
-    doubtful: list[dict[str, gate.Row]] = field(default_factory=list)
+    doubts: Doubts = field(init=False)
 
     def __post_init__(self) -> None:
+        self.doubts = Doubts(self.soak.shape.dtype_name)
         self.source = random.Random(f"controller {self.soak.seed}")
         self.prompt = self.soak.prompt(self.source, 64)
         self.folders = self.known | self.spare
@@ -244,9 +244,19 @@ class Controller:
         self.largest |= {name: max(self.largest[name], found[name]) for name in LARGEST}
         self.soak.done["loaded answers equal" if found["equal"] else "loaded answers parted"] += 1
         if not found["agree"]:
-            self.soak.problem(f"{what} of {origin}: it answers as another adapter: {found}")
-            if len(self.doubtful) < MOST_DOUBTFUL:
-                self.doubtful.append({"first": self.truth[origin], "answer": row})
+            text = f"{self.soak.now():.1f} s: {what} of {origin}: it answers as another adapter"
+            self.doubts.add(f"{text}: {found}", origin, self.truth[origin], row)
+            self.soak.say(text)
+
+    async def judge(self) -> None:
+        """Doubtful answers again, when nothing else is asked."""
+        await self.doubts.judge(self._force)
+
+    async def _force(self, origin: str, ids: list[int]) -> list[tuple[float, float]]:
+        (await self._load("judge", origin)).raise_for_status()
+        found = await gate.forced(self.soak.client, "judge", self.prompt, ids)
+        (await self._unload("judge")).raise_for_status()
+        return found
 
     async def _load(
         self, name: str, origin: str, what: str = "load", **more: Any

@@ -62,9 +62,23 @@ class Server(FakeServer):
         name = body.get("lora_path")
         if name == "nobody" or body["sampling_params"]["max_new_tokens"] < 0:
             return JSONResponse({}, status_code=404)
-        if self.deaf == "canary" or (self.deaf == "wrong weights" and name in self.folders):
+        if "logprob_start_len" in body:
+            return self._forced(body)
+        wrong = self.deaf in ("wrong weights", "far tie") and name in self.folders
+        if self.deaf == "canary" or wrong:
             body["input_ids"] = [*body["input_ids"], 1]
         return super()._generate(body)
+
+    def _forced(self, body: dict[str, Any]) -> Response:
+        """Log-probabilities of an answer's tokens, the last of the input."""
+        prompt = body["input_ids"][: body["logprob_start_len"] + 1]
+        ids, right = body["input_ids"][len(prompt) :], sum(prompt) % 1000
+        off = -0.501 if self.deaf == "far tie" else -2.0
+        own = [[-0.5 if x == right + i else off, x, None] for i, x in enumerate(ids)]
+        best = [[[-0.5, right + i, None]] for i in range(len(ids))]
+        skipped = [None, prompt[-1], None]  # SGLang has none for the first token asked about
+        logprobs = {"input_token_logprobs": [skipped, *own], "input_top_logprobs": [None, *best]}
+        return JSONResponse({"output_ids": [0], "meta_info": logprobs})
 
 
 LOAD = Load(name="chat", rate=4.0, seconds=4.0, adapters=4)
@@ -151,11 +165,27 @@ def test_control_finds_what_is_wrong(tmp_path: Path, deaf: str, text: str) -> No
         for _ in range(4):
             await control.step()
         await control.bad_input()
-        wrong = deaf == "wrong weights"
-        assert bool(control.doubtful) is wrong
-        assert all({*pair} == {"first", "answer"} for pair in control.doubtful)
+        await control.judge()
+        soak.problems += control.doubts.problems()
 
     assert text in soaked(tmp_path, play).problems[0]
+
+
+def test_an_answer_that_parts_at_a_far_tie_is_judged_by_all_its_tokens(tmp_path: Path) -> None:
+    async def play(soak: Soak, server: Server) -> None:
+        control = Controller(soak, FOLDERS["known"], FOLDERS["spare"])
+        await control.start()
+        server.deaf = "far tie"
+        await control.step()
+        (problem, *_) = control.doubts.problems()
+        assert problem.endswith("not judged yet")
+        assert "answers as another adapter" in problem
+        await control.judge()
+        assert not control.doubts.problems()
+        assert all(doubt["gap"] == pytest.approx(0.001) for doubt in control.doubts.kept)
+        assert sorted(server.folders) == control.held  # what judged is unloaded
+
+    assert not soaked(tmp_path, play).problems
 
 
 def test_an_abort_is_asked_for_until_the_stream_ends(tmp_path: Path) -> None:
