@@ -67,6 +67,30 @@ def test_alone_cold_and_on_prefix_hits(
     assert cached(second) == whole_pages(server)
 
 
+def test_a_penalty_counts_each_token_once_alone_and_beside_others(server: Server) -> None:
+    """Alone a first token goes out before the next step is made; that must not count it again."""
+
+    def answers() -> list[list[int]]:
+        sampling = greedy(24, frequency_penalty=2.0)
+        bodies = [
+            {"input_ids": PROMPTS[length], "lora_path": name, "sampling_params": sampling}
+            for length in LENGTHS
+            for name in NAMES[:2]
+        ]
+        return [server.generate(body)["output_ids"] for body in bodies]
+
+    alone = answers()
+    server.flush()
+    with ThreadPoolExecutor(1) as threads:
+        body = Request(None, PROMPTS[40], new_tokens=1500).body() | {"rid": "long"}
+        long = threads.submit(server.post, "/generate", body)
+        wait_until(lambda: server.pool()["pages"]["kv_running"] > 0)
+        beside = answers()
+        assert not long.done()
+        server.post("/abort_request", {"rid": "long"})
+    assert beside == alone
+
+
 def test_mixed_batch_cold_and_on_prefix_hits(server: Server, reference: Reference) -> None:
     server.flush()
     requests = [request for adapter in NAMES for request in requests_for(adapter)]

@@ -10,6 +10,12 @@ On the CPU a result is always there. On a GPU it is when the device was done wit
 as its last kernel had been launched: when the prompt is short, or the host slow.
 
 This is the order of SGLang's loop without overlap, for one result: processed, then the next batch.
+Three things would not bear it:
+
+- penalties: SGLang counts a request's last known token when it makes a step, which the overlap
+  schedule does one result early. After a result in time, the first token would count twice.
+- tensor parallelism: ranks would have to agree whether a result is there. Graft refuses it.
+- mixed batches, whose running requests are in no running batch meanwhile. Graft refuses them.
 """
 
 from __future__ import annotations
@@ -27,11 +33,14 @@ def first(original: Callable[..., Any], self: Any, running_batch: Any, last_batc
     self.process_batch_result(*self.result_queue.popleft())
     plan = original(self, running_batch, last_batch)
     self.last_batch = None  # so the loop does not look for its result again
+    # What was published with the result did not know that these requests run now.
+    self.running_batch = plan.running_batch
+    self.publish_load_snapshot(force=True)
     return plan
 
 
 def _is_alone(self: Any, running_batch: Any, last_batch: Any) -> bool:
-    """Whether a prefill has been launched, as a whole, and nothing else runs."""
+    """Whether a prefill has been launched, as a whole and without penalties, and nothing runs."""
     return bool(
         self.enable_overlap
         and last_batch
@@ -39,7 +48,13 @@ def _is_alone(self: Any, running_batch: Any, last_batch: Any) -> bool:
         and running_batch.is_empty()
         and self.chunked_req is None
         and len(self.result_queue) == 1
+        and not _counts_tokens(last_batch.sampling_info)
     )
+
+
+def _counts_tokens(sampling: Any) -> bool:
+    """Whether a request of a batch has a penalty; an embedding has no sampling at all."""
+    return sampling is not None and bool(sampling.penalizer_orchestrator.is_required)
 
 
 def _is_there(result: Any) -> bool:
