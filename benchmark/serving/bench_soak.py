@@ -249,7 +249,6 @@ class Run:
         if self.soak.gone.is_set():
             return
         await self._settle()
-        await self.controller.judge()
         named = {row["name"] for row in before["adapters"]}
         for row in (await self.soak.get("/graft/pool"))["adapters"]:
             if row["name"] not in named:
@@ -266,6 +265,7 @@ class Run:
             "end": {key: pool[key] for key in keys} | {"host_pages": pool["host"]["pages"]},
         }
         await self.canaries.round("at the end")
+        await self.controller.judge()
 
     async def _settle(self) -> None:
         """Wait until no request and no copy is left anywhere. RuntimeError when some stay."""

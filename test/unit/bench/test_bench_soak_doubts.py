@@ -17,14 +17,19 @@ def row(ids: list[int], best: list[float]) -> gate.Row:
     return {"name": "a", "length": 5, "ids": ids, "best": [[p, p - 1.0] for p in best]}
 
 
-def judged(answer: gate.Row, forced: list[tuple[float, float]]) -> list[str]:
+RIGHT = [(-0.5, -0.5), (-0.6, -0.6)]
+
+
+def judged(
+    answer: gate.Row, forced: list[tuple[float, float]], first: list[tuple[float, float]] = RIGHT
+) -> list[str]:
     doubts = Doubts("bfloat16")
     doubts.add("it", "folder", row([7, 8], [-0.5, -0.6]), answer)
     assert doubts.problems() == ["it; not judged yet"]
 
     async def force(origin: str, ids: list[int]) -> list[tuple[float, float]]:
-        assert (origin, ids) == ("folder", answer["ids"])
-        return forced
+        assert origin == "folder"
+        return forced if ids == answer["ids"] else first
 
     asyncio.run(doubts.judge(force))
     return doubts.problems()
@@ -49,6 +54,12 @@ def test_one_token_that_is_no_choice_of_theirs_is_a_problem(
     assert what in problem
 
 
+def test_weights_that_became_others_do_not_call_their_own_answers_right() -> None:
+    answer = row([7, 9], [-0.5, -0.8])
+    (problem,) = judged(answer, [(-0.5, -0.5), (-0.8, -0.8)], first=[(-0.5, -0.5), (-2.0, -0.8)])
+    assert "1.200 from the best" in problem
+
+
 def test_what_is_judged_is_not_asked_again() -> None:
     doubts, asked = Doubts("float32"), []
 
@@ -59,7 +70,7 @@ def test_what_is_judged_is_not_asked_again() -> None:
     for name in ("a", "b"):
         doubts.add("it", name, row([7], [-0.5]), row([7], [-0.5]))
         asyncio.run(doubts.judge(force))
-    assert asked == ["a", "b"]
+    assert asked == ["a", "a", "b", "b"]  # the first answer, and the doubtful one
 
 
 def test_beyond_what_is_kept_they_are_counted() -> None:
