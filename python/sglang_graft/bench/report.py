@@ -37,12 +37,14 @@ adapters (and of KV where there is a host tier). `invalid KV`: share of cached K
 not on the device, mean over samples. `used`: share of the budget that held something usable, mean.
 `to best split`, `to default`: mean TTFT over that of the best of the static splits tried at this
 rate (where there are several), and over stock with {slots} slots; `of base`: where only the base
-model is asked, over that of a server without LoRA. Several repeats: median (20 % and 80 % quantile
-over them)."""
+model is asked, over that of a server without LoRA. Several seeds: median (20 % and 80 % quantile
+over them; of two or three the lowest and the highest)."""
 _LIMITS = """\
-Each row is one run, and sides follow one another; without repeats the tables do not say how much
-two runs of one side differ. A lower bound of TTFT is marked with ≥: requests without any token
-count with the time that they had waited. Lengths are fixed, and no text is judged."""
+Each row is one run, or the median of several seeds where it has ranges, and sides follow one
+another; without repeats the tables do not say how much two runs of one side differ. Ratios of a
+row with more seeds than another compare medians of different requests. A lower bound of TTFT is
+marked with ≥: requests without any token count with the time that they had waited. Lengths are
+fixed, and no text is judged."""
 
 
 def report(folder: Path, plots: Sequence[str] = ()) -> str:
