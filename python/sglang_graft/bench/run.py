@@ -56,11 +56,10 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What to measure, and how.
+    """What to measure: every peer with every load at every budget.
 
-    stop_after_s: no unit begins that could run past it (a call on a borrowed machine has an end);
-    drain_s: how long after the last first turn answers are waited for; start_together: how many
-    servers start at the same time, so that one long start is paid for all of them.
+    drain_s: how long after the last first turn answers are waited for; distinct: weight files of
+    one rank.
     """
 
     peers: Sequence[Peer]
@@ -68,10 +67,7 @@ class Plan:
     budgets_gb: Sequence[float]
     drain_s: float = 60.0
     sample_s: float = 2.0
-    stop_after_s: float | None = None
     distinct: int | None = None
-    retry_failed: bool = False
-    start_together: int = 1
 
     def units(self) -> Iterator[Unit]:
         """All of them; those that share a server are neighbours."""
@@ -83,36 +79,47 @@ class Plan:
 
 @dataclass(slots=True)
 class Bench:
-    """Runs a plan. `about`: machine and versions, kept in every result; `started`: the monotonic
-    time from which `stop_after_s` counts."""
+    """Runs plans whose servers may start together.
 
-    plan: Plan
+    about: machine and versions, kept in every result; start_together: how many servers start at
+    the same time, so that one long start is paid for all of them (None: all); stop_after_s: no
+    unit begins that could run past it (a call on a borrowed machine has an end), counted from
+    `started`, a monotonic time.
+    """
+
+    plans: Sequence[Plan]
     results: Results
     settings: Settings
     work: Path
     about: dict[str, Any]
     progress: Progress
+    start_together: int | None = 1
+    stop_after_s: float | None = None
+    retry_failed: bool = False
     started: float = field(default_factory=time.monotonic)
 
     def run(self) -> int:
         """Measure; returns how many units are left because of `stop_after_s`."""
-        self.results.ask(self.plan.units())
-        missing = [unit for unit in self.plan.units() if not self._is_done(unit)]
-        every = sum(1 for _ in self.plan.units())
+        every = {unit: plan for plan in self.plans for unit in plan.units()}
+        self.results.ask(every)
+        missing = [unit for unit in every if not self._is_done(unit)]
         self.progress.say(
-            f"{every - len(missing)} of {every} units are there, {len(missing)} to go"
+            f"{len(every) - len(missing)} of {len(every)} units are there, {len(missing)} to go"
         )
         left = len(missing)
         groups = []
-        for _, same in groupby(missing, key=lambda unit: (unit.budget_gb, unit.peer)):
-            group = _Group.of(list(same), self.settings)
+        for _, same in groupby(missing, key=lambda unit: (every[unit], unit.budget_gb, unit.peer)):
+            units = list(same)
+            group = _Group.of(every[units[0]], units, self.settings)
             if group.cut.problem:
                 left -= self._refuse(group.units, group.cut, "infeasible", group.cut.problem)
             else:
                 groups.append(group)
-        for place in range(0, len(groups), self.plan.start_together):
-            lot = groups[place : place + self.plan.start_together]
-            if not self._time_for(lot[0].first, self._usual_start(len(lot)) + self._usual_warm()):
+        together = self.start_together or max(len(groups), 1)
+        for place in range(0, len(groups), together):
+            lot = groups[place : place + together]
+            before_s = self._usual_start(len(lot)) + self._usual_warm()
+            if not self._time_for(lot[0], lot[0].first, before_s):
                 break
             left -= self._measure(lot)
         return left
@@ -120,7 +127,7 @@ class Bench:
     def _is_done(self, unit: Unit) -> bool:
         if not self.results.finished(unit):
             return False
-        return not (self.plan.retry_failed and self.results.status(unit) == "failed")
+        return not (self.retry_failed and self.results.status(unit) == "failed")
 
     def _measure(self, lot: Sequence[_Group]) -> int:
         """Groups whose servers start together; returns how many units are done then.
@@ -150,7 +157,7 @@ class Bench:
             group.workload.adapters,
             self.settings.shape,
             seed=0,
-            distinct=self.plan.distinct,
+            distinct=group.plan.distinct,
         )
         self.progress.say(f"starting {peer.label}, {group.first.budget_gb:g} GB: {cut.arithmetic}")
         return Start(peer, cut, adapters, self.work / "logs" / f"{group.first.key}.log")
@@ -163,7 +170,7 @@ class Bench:
             return self._refuse(group.units, group.cut, "failed", str(server), company)
         try:
             self.progress.say(f"{group.first.peer.label} answered after {server.start_s:.0f} s")
-            if not self._time_for(group.first, self._usual_warm()):
+            if not self._time_for(group, group.first, self._usual_warm()):
                 return 0
             return asyncio.run(_Side(self, server, group, company).measure())
         except (RuntimeError, httpx.HTTPError) as error:  # the second: the server went away
@@ -201,12 +208,12 @@ class Bench:
         # The gate and the calibration take about as long as the rest of the warm-up.
         return max((2 * seconds for seconds in known), default=_FIRST_WARM_S)
 
-    def _time_for(self, unit: Unit, before_s: float = 0.0) -> bool:
+    def _time_for(self, group: _Group, unit: Unit, before_s: float = 0.0) -> bool:
         """Whether the unit ends in time when it begins in `before_s` seconds."""
-        if self.plan.stop_after_s is None:
+        if self.stop_after_s is None:
             return True
-        needed = before_s + unit.load.seconds + self.plan.drain_s
-        fits = time.monotonic() - self.started + needed <= self.plan.stop_after_s
+        needed = before_s + unit.load.seconds + group.plan.drain_s
+        fits = time.monotonic() - self.started + needed <= self.stop_after_s
         if not fits:
             self.progress.say(f"no time for {unit.key}, which may take {needed:.0f} s")
         return fits
@@ -216,16 +223,18 @@ class Bench:
 class _Group:
     """Units that share a server. `workload`: of the first one; all have the same adapters."""
 
+    plan: Plan
     units: list[Unit]
     cut: Split
     workload: Workload
 
     @classmethod
-    def of(cls, units: list[Unit], settings: Settings) -> _Group:
+    def of(cls, plan: Plan, units: list[Unit], settings: Settings) -> _Group:
         """With its share of the budget computed."""
         first = units[0]
         workload = first.load.workload()
-        return cls(units, split(first.peer, first.budget_gb, settings.shape, workload), workload)
+        cut = split(first.peer, first.budget_gb, settings.shape, workload)
+        return cls(plan, units, cut, workload)
 
     @property
     def first(self) -> Unit:
@@ -251,7 +260,7 @@ class _Side:
             await self._check(client, first.peer)
             warm = await self._prepare(client, first)
             for done, unit in enumerate(units):
-                if not self.bench._time_for(unit):
+                if not self.bench._time_for(self.group, unit):
                     return done
                 await flush(client)
                 result = await self._unit(client, unit)
@@ -339,7 +348,7 @@ class _Side:
         sampler = self._sampler(client, unit.peer, workload)
         gc.freeze()  # a walk over all that is there already makes the client 0.1 to 0.2 s late
         task = asyncio.create_task(sampler.run())
-        records = await player.play(unit.load.seconds + self.bench.plan.drain_s)
+        records = await player.play(unit.load.seconds + self.group.plan.drain_s)
         await sampler.stop(task)
         return {
             "status": "measured",
@@ -348,7 +357,7 @@ class _Side:
             "split": self.group.cut.report(),
             "sizes": asdict(self.bench.settings.shape.sizes),
             "host_bytes": self.host_bytes,
-            "drain_s": self.bench.plan.drain_s,
+            "drain_s": self.group.plan.drain_s,
             "adapters": [[adapter.name, adapter.rank] for adapter in workload.adapters],
             "figures": figures(records, planned),
             "moved": moved(sampler.samples),
@@ -359,7 +368,7 @@ class _Side:
 
     def _sampler(self, client: httpx.AsyncClient, peer: Peer, workload: Workload) -> Sampler:
         shape, clock = self.bench.settings.shape, RealClock()
-        period = self.bench.plan.sample_s
+        period = self.group.plan.sample_s
         if peer.engine == "graft":
             return Sampler(client, "/graft/pool", graft_sample, clock, period)
         per_rank = shape.adapter_bytes_per_rank

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -171,16 +171,38 @@ def run_command(  # noqa: PLR0913 (typer: an option is a parameter)
             loads=(),
             budgets_gb=numbers(budget_gb, "--budget-gb"),
             drain_s=drain_s,
-            stop_after_s=stop_after_s,
             distinct=distinct_weights,
-            retry_failed=retry_failed,
-            start_together=start_together,
         )
         settings = _settings(model, device, more, start_limit_s)
-        left = _measure(_plans(plan, load, rates, repeats), settings, out, work_dir, commit)
-    typer.echo(
-        f"{left} units are left: run the same command again" if left else "all units are there"
-    )
+        lots = [[one] for one in _plans(plan, load, rates, repeats)]
+        bench = _bench(settings, out, work_dir, commit)
+        bench |= {"stop_after_s": stop_after_s, "retry_failed": retry_failed}
+        _measure(lots, bench | {"start_together": start_together})
+
+
+@app.command("campaign")
+def campaign_command(  # noqa: PLR0913 (typer: an option is a parameter)
+    file: Annotated[Path, typer.Argument(help="Runs, in lots whose servers start together.")],
+    model: _Model,
+    out: _Out,
+    device: _Device = "cuda",
+    stop_after_s: _StopAfter = None,
+    start_limit_s: _StartLimit = 600.0,
+    retry_failed: _Retry = False,
+    work_dir: _Work = _CACHE,
+    commit: _Commit = "",
+) -> None:
+    """Measure what is missing of all runs of FILE; the same command again goes on."""
+    from sglang_graft.bench.campaign import read_campaign
+
+    with _errors("campaign"), _ends_when_told():
+        campaign, lots = read_campaign(file)
+        more = {"all": campaign.server_args, "stock": campaign.stock_args}
+        more |= {"base": campaign.base_args, "graft": campaign.graft_args}
+        settings = _settings(model, device, more, start_limit_s)
+        bench = _bench(settings, out, work_dir, commit)
+        bench |= {"stop_after_s": stop_after_s, "retry_failed": retry_failed}
+        _measure(lots, bench | {"start_together": None})
 
 
 def _settings(model: Path, device: str, more: dict[str, str], start_limit_s: float) -> Settings:
@@ -212,21 +234,32 @@ def _plans(plan: Plan, load: Load, rates: str, repeats: int) -> list[Plan]:
     return found
 
 
-def _measure(
-    plans: Sequence[Plan], settings: Settings, out: Path, work_dir: Path, commit: str
-) -> int:
-    """Every plan; returns how many units are left."""
+def _bench(settings: Settings, out: Path, work_dir: Path, commit: str) -> dict[str, Any]:
+    """What every `Bench` of a command shares."""
     from sglang_graft.bench.machine import machine, versions
-    from sglang_graft.bench.run import Bench
     from sglang_graft.bench.units import Results
 
-    started = time.monotonic()
     shape, device = settings.shape, settings.device
     about = {"machine": machine(device), "versions": versions(device, commit or None)}
     about |= {"dtype": shape.dtype_name, "model": _model_text(shape)}
-    results, work, progress = Results(out), work_dir.expanduser(), Lines(Console())
-    benches = (Bench(p, results, settings, work, about, progress, started) for p in plans)
-    return sum(bench.run() for bench in benches)
+    return {
+        "results": Results(out),
+        "settings": settings,
+        "work": work_dir.expanduser(),
+        "about": about,
+        "progress": Lines(Console()),
+        "started": time.monotonic(),
+    }
+
+
+def _measure(lots: Sequence[Sequence[Plan]], bench: dict[str, Any]) -> None:
+    """Every lot; says how many units are left."""
+    from sglang_graft.bench.run import Bench
+
+    left = sum(Bench(lot, **bench).run() for lot in lots)
+    typer.echo(
+        f"{left} units are left: run the same command again" if left else "all units are there"
+    )
 
 
 def _model_text(shape: ModelShape) -> str:

@@ -135,12 +135,20 @@ def plan(*peers: str, **more: Any) -> Plan:
 
 
 def bench(
-    what: Plan, model: Path, shape: ModelShape, out: Path, *, start_limit_s: float = 60.0
+    what: Plan | list[Plan],
+    model: Path,
+    shape: ModelShape,
+    out: Path,
+    *,
+    start_limit_s: float = 60.0,
+    **more: Any,
 ) -> tuple[int, Quiet]:
     quiet = Quiet()
+    plans = what if isinstance(what, list) else [what]
     settings = Settings(model=model, shape=shape, device="cpu", start_limit_s=start_limit_s)
     about = {"machine": "CPU, 0 cores", "versions": {"torch": "0"}, "model": "tiny", "dtype": "f"}
-    left = Bench(what, Results(out / "results"), settings, out / "work", about, quiet).run()
+    results, work = Results(out / "results"), out / "work"
+    left = Bench(plans, results, settings, work, about, quiet, **more).run()
     return left, quiet
 
 
@@ -179,8 +187,8 @@ def test_one_server_a_peer_and_one_file_a_unit(
 def test_servers_start_together_and_are_measured_one_by_one(
     farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
 ) -> None:
-    what = plan("graft:cost", "stock:500", "stock:2", "base", start_together=2)
-    left, _ = bench(what, model, shape, tmp_path)
+    what = plan("graft:cost", "stock:500", "stock:2", "base")
+    left, _ = bench(what, model, shape, tmp_path, start_together=2)
     assert left == 0
     assert farm.events == [  # what the budget cannot hold is not started, and takes no place
         ("start", "graft:cost", "stock:2"),
@@ -209,11 +217,33 @@ def test_servers_start_together_and_are_measured_one_by_one(
     assert "\n| base | 0 |" in text
 
 
+def test_plans_whose_servers_start_together(
+    farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
+) -> None:
+    first, other = (
+        plan("graft:cost", "stock:2"),
+        plan("stock:2", "base", budgets_gb=[2 * BUDGET_GB]),
+    )
+    again = replace(first, peers=first.peers[1:])  # asked for twice, measured once
+    left, quiet = bench([first, other, again], model, shape, tmp_path, start_together=None)
+    assert left == 0
+    assert quiet.lines[0] == "0 of 8 units are there, 8 to go"
+    assert farm.events[0] == ("start", "graft:cost", "stock:2", "stock:2", "base")
+    assert len(farm.started) == 4
+    found = list(Results(tmp_path / "results").read_some())
+    assert {r["status"] for r in found} == {"measured"}
+    assert {r["started_together"] for r in found} == {4}
+    beside = {(r["unit"]["peer"]["label"], r["unit"]["budget_gb"]): r["beside"] for r in found}
+    assert list(beside.values()).count(0) == 1
+    assert beside["base", 2 * BUDGET_GB] == 0
+
+
 def test_of_servers_that_start_together_one_that_does_not_fails_alone(
     farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
 ) -> None:
     farm.broken = {"stock:2"}
-    left, _ = bench(plan("graft:cost", "stock:2", "base", start_together=3), model, shape, tmp_path)
+    what = plan("graft:cost", "stock:2", "base")
+    left, _ = bench(what, model, shape, tmp_path, start_together=3)
     assert left == 0
     found = {
         (r["unit"]["peer"]["label"], r["status"], r["started_together"], r.get("beside"))
@@ -233,9 +263,9 @@ def test_a_run_that_is_ended_ends_every_server(
         raise SystemExit(143)
 
     monkeypatch.setattr(run._Side, "_unit", told)
-    what = plan("graft:cost", "base", start_together=2)
+    what = plan("graft:cost", "base")
     with pytest.raises(SystemExit):
-        bench(what, model, shape, tmp_path)
+        bench(what, model, shape, tmp_path, start_together=2)
     assert len(farm.servers) == 2
     for server in farm.servers:
         with pytest.raises(httpx.ConnectError):
@@ -246,8 +276,8 @@ def test_a_run_that_is_ended_ends_every_server(
 def test_time_is_needed_for_one_start_of_all_and_for_each_warm_up(
     farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
 ) -> None:
-    one = plan("graft:cost", start_together=2)
-    bench(replace(one, loads=one.loads[:1]), model, shape, tmp_path)
+    one = plan("graft:cost")
+    bench(replace(one, loads=one.loads[:1]), model, shape, tmp_path, start_together=2)
     (known,) = Results(tmp_path / "results").read_all()
     known["start_s"], known["warm"]["seconds"] = 200.0, 50.0
     slow = known | {"started_together": 2, "start_s": 400.0}
@@ -259,8 +289,8 @@ def test_time_is_needed_for_one_start_of_all_and_for_each_warm_up(
     for together, needed in ((1, 321), (2, 521)):
         for limit, starts in ((needed - 2, False), (needed, True)):
             before = len(farm.events)
-            what = plan("base", "stock:2", start_together=together, stop_after_s=limit)
-            bench(what, model, shape, tmp_path)
+            what, how = plan("base", "stock:2"), {"start_together": together}
+            bench(what, model, shape, tmp_path, **how, stop_after_s=limit)
             assert (len(farm.events) > before) is starts, (together, limit)
             for unit in what.units():
                 Results(tmp_path / "results").path(unit).unlink(missing_ok=True)
@@ -285,7 +315,7 @@ def test_what_was_measured_is_not_measured_again(
 def test_no_unit_begins_that_could_run_past_the_end(
     farm: Farm, model: Path, shape: ModelShape, tmp_path: Path
 ) -> None:
-    left, quiet = bench(plan("stock:2", stop_after_s=5.0), model, shape, tmp_path)
+    left, quiet = bench(plan("stock:2"), model, shape, tmp_path, stop_after_s=5.0)
     assert left == 2
     assert farm.started == []
     assert "no time for" in quiet.lines[-1]
@@ -322,7 +352,7 @@ def test_a_server_that_does_not_start_is_a_result_that_can_be_tried_again(
     bench(plan("stock:2", "base"), model, shape, tmp_path)
     assert farm.started == ["stock:2", "base"]
     farm.broken = set()
-    bench(plan("stock:2", "base", retry_failed=True), model, shape, tmp_path)
+    bench(plan("stock:2", "base"), model, shape, tmp_path, retry_failed=True)
     assert farm.started == ["stock:2", "base", "stock:2"]
     assert {r["status"] for r in Results(tmp_path / "results").read_some()} == {"measured"}
 
