@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_graft.bench import gate
+from sglang_graft.bench import gate, pairs
 from sglang_graft.bench.table import (
     CUT_SHARE,
     DEFAULT_SLOTS,
@@ -16,8 +16,6 @@ from sglang_graft.bench.table import (
     Peak,
     Place,
     Row,
-    best_split,
-    default_split,
     peak,
     places,
     rows,
@@ -35,16 +33,22 @@ Times in ms; TTFT counts from when a request was due. `answered`: of the request
 went wrong. `hit`: prompt tokens found in a cache. `to device`: bytes copied from host to device, of
 adapters (and of KV where there is a host tier). `invalid KV`: share of cached KV whose adapter was
 not on the device, mean over samples. `used`: share of the budget that held something usable, mean.
+Several seeds: median (20 % and 80 % quantile over them; of two or three lowest and highest).
 `to best split`, `to default`: mean TTFT over that of the best of the static splits tried at this
-rate (where there are several), and over stock with {slots} slots; `of base`: where only the base
-model is asked, over that of a server without LoRA. Several seeds: median (20 % and 80 % quantile
-over them; of two or three the lowest and the highest)."""
+rate (`of the only one` where it was one), and over stock with {slots} slots; `of base`: where only
+the base model is asked, over that of a server without LoRA. These compare the same requests: they
+are taken for each seed that both sides have, the best split by the seed, too; of several the
+median (lowest-highest) is shown, and how many of the row's seeds they are."""
 _LIMITS = """\
 Each row is one run, or the median of several seeds where it has ranges, and sides follow one
-another; without repeats the tables do not say how much two runs of one side differ. Ratios of a
-row with more seeds than another compare medians of different requests. A lower bound of TTFT is
-marked with ≥: requests without any token count with the time that they had waited. Lengths are
-fixed, and no text is judged."""
+another; without repeats the tables do not say how much two runs of one side differ. A lower bound
+of TTFT is marked with ≥: requests without any token count with the time that they had waited.
+Lengths are fixed, and no text is judged."""
+# Where Graft may lose against a split -> of its row, how to tell a value.
+_LOSSES = (
+    ("mean TTFT", pairs.TTFT, ".0f"),
+    ("mean TPOT", ("figures", "tpot_ms", "mean"), ".1f"),
+)
 
 
 def report(folder: Path, plots: Sequence[str] = ()) -> str:
@@ -153,17 +157,16 @@ def _number(row: Row, *path: str, form: str, scale: float = 1.0) -> str:
 def _ratios(found: Sequence[Row], row: Row) -> tuple[str, str]:
     """To the best and the default split; under base traffic, to the server without LoRA."""
     if row.peer["base_traffic"]:
-        here = (r for r in found if r.place == row.place and r.rate == row.rate)
-        ratio = _ratio(row, next((r for r in here if r.peer["engine"] == "base"), None))
-        return ratio if ratio == "-" else f"{ratio} of base", "-"
-    best = best_split(found, row.place, row.rate)
-    return _ratio(row, best), _ratio(row, default_split(found, row.place, row.rate))
-
-
-def _ratio(row: Row, other: Row | None) -> str:
-    if other is None or other.ttft_ms is None or row.ttft_ms is None:
-        return "-"
-    return f"{row.ttft_ms / other.ttft_ms:.2f}x"
+        own = pairs.pairs(row, pairs.without_lora(found, row), *pairs.TTFT)
+        text = pairs.told(own, row)
+        return text if text == "-" else f"{text} of base", "-"
+    best = pairs.pairs(row, pairs.splits(found, row), *pairs.TTFT)
+    default = pairs.pairs(row, pairs.default_split(found, row), *pairs.TTFT)
+    several = [pair for pair in best if pair.tried > 1]
+    if several or row.is_split:
+        return pairs.told(several, row), pairs.told(default, row)
+    only = " of the only one" if best else ""
+    return pairs.told(best, row) + only, pairs.told(default, row)
 
 
 def _answered(row: Row) -> str:
@@ -270,24 +273,26 @@ def _company(own: Sequence[Row]) -> Iterator[str]:
 
 
 def _losses(found: Sequence[Row]) -> Iterator[str]:
-    """Rows of Graft that are no better than the best static split, worst first."""
+    """Figures of Graft that are no better than those of the static split with the best mean TTFT
+    for the same requests, worst first."""
     worse = []
     for row in found:
-        best = best_split(found, row.place, row.rate)
-        own = row.peer["engine"] == "graft" and not row.peer["base_traffic"]
-        if own and best and row.ttft_ms is not None and best.ttft_ms is not None:
-            ratio = row.ttft_ms / best.ttft_ms
-            if ratio >= 1.0:
-                worse.append((ratio, row, best))
+        if row.peer["engine"] == "graft" and not row.peer["base_traffic"]:
+            tried = pairs.splits(found, row)
+            for best in pairs.pairs(row, tried, *pairs.TTFT):
+                split = [r for r in tried if r.label == best.label]
+                for what, path, form in _LOSSES:
+                    same = (p for p in pairs.pairs(row, split, *path) if p.seed == best.seed)
+                    worse += [(pair, row, what, form) for pair in same if pair.ratio >= 1.0]
     if not worse:
-        yield "No row with Graft has a mean TTFT at or above that of the best static split."
+        yield "No row with Graft has a mean TTFT or TPOT at or above that of the best static split."
         return
-    yield "| workload | peer | rate | mean TTFT | best split | ratio |"
-    yield "|---|---|---:|---:|---|---:|"
-    for ratio, row, best in sorted(worse, key=lambda entry: -entry[0]):
+    yield "| workload | peer | rate | seed | figure, ms | | best split by TTFT | ratio |"
+    yield "|---|---|---:|---:|---|---:|---|---:|"
+    for pair, row, what, form in sorted(worse, key=lambda entry: -entry[0].ratio):
         yield (
-            f"| {row.place.title} | {row.label} | {_rate(row)} | {row.ttft_ms:.0f} | "
-            f"{best.label}: {best.ttft_ms:.0f} | {ratio:.2f}x |"
+            f"| {row.place.title} | {row.label} | {_rate(row)} | {pair.seed} | {what} | "
+            f"{pair.own:{form}} | {pair.label}: {pair.other:{form}} | {pair.ratio:.2f}x |"
         )
 
 

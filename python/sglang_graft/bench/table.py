@@ -69,14 +69,8 @@ class Row:
 
     def values(self, *path: str) -> list[float]:
         """A figure of every repeat that has it."""
-        found = []
-        for result in self.results:
-            value: Any = result
-            for key in path:
-                value = None if value is None else value.get(key)
-            if value is not None:
-                found.append(float(value))
-        return found
+        found = (value_of(result, path) for result in self.results)
+        return [value for value in found if value is not None]
 
     def middle(self, *path: str) -> float | None:
         """Its median over repeats, or None."""
@@ -98,6 +92,14 @@ class Row:
             own["errors"] == 0 and own["ttft_cut"] <= CUT_SHARE * own["sent"] for own in figures
         )
         return kept_up and self.ttft_ms is not None and self.ttft_ms < GOAL_TTFT_MS
+
+
+def value_of(result: Result, path: Sequence[str]) -> float | None:
+    """A figure of a result; None when it has none."""
+    value: Any = result
+    for key in path:
+        value = None if value is None else value.get(key)
+    return None if value is None else float(value)
 
 
 def rows(results: Results) -> list[Row]:
@@ -123,20 +125,6 @@ def _row(found: dict[tuple[Any, ...], Row], unit: dict[str, Any]) -> Row:
 def places(found: Sequence[Row]) -> list[Place]:
     """The tables, each once."""
     return list(dict.fromkeys(row.place for row in found))
-
-
-def best_split(found: Iterable[Row], place: Place, rate: float | None) -> Row | None:
-    """The static split with the lowest mean TTFT there; None where fewer than two were tried."""
-    splits = [r for r in found if r.place == place and r.rate == rate and r.is_split]
-    measured = [r for r in splits if r.ttft_ms is not None]
-    return min(measured, key=lambda r: r.ttft_ms or 0) if len(measured) > 1 else None
-
-
-def default_split(found: Iterable[Row], place: Place, rate: float | None) -> Row | None:
-    """Stock with its default number of slots there."""
-    splits = (r for r in found if r.place == place and r.rate == rate and r.is_split)
-    by_default = (r for r in splits if r.peer["slots"] == DEFAULT_SLOTS)
-    return next((r for r in by_default if r.ttft_ms is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
