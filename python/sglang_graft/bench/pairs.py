@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sglang_graft.bench.table import DEFAULT_SLOTS, Row, value_of
+from sglang_graft.bench.table import DEFAULT_SLOTS, Place, Row, peak, seed_of, value_of
 
 TTFT = ("figures", "ttft_ms", "mean")
 
@@ -32,12 +32,12 @@ def pairs(row: Row, others: Iterable[Row], *path: str) -> list[Pair]:
     rivals = list(others)
     found = []
     for result in row.results:
-        seed, own = _seed(result), value_of(result, path)
+        seed, own = seed_of(result), value_of(result, path)
         known = [
             (value, rival.label)
             for rival in rivals
             for theirs in rival.results
-            if _seed(theirs) == seed and (value := value_of(theirs, path)) is not None
+            if seed_of(theirs) == seed and (value := value_of(theirs, path)) is not None
         ]
         if own is not None and known:
             found.append(Pair(seed, own, *min(known), len(known)))
@@ -74,7 +74,18 @@ def told(own: Sequence[Pair], row: Row) -> str:
     return f"{text} ({', '.join(notes)})" if notes else text
 
 
-def _seed(result: dict[str, object]) -> int:
-    seed = value_of(result, ("unit", "load", "seed"))
-    assert seed is not None
-    return int(seed)
+def over_default_peak(found: Iterable[Row], place: Place, label: str) -> float | None:
+    """By how much a peer's peak rate lies above the default split's at least, whichever of the
+    seeds is taken that both have; None where the rates tried do not show it for every one."""
+    here = [r for r in found if r.place == place]
+    default = f"stock:{DEFAULT_SLOTS}"
+    known = [set().union(*(r.seeds for r in here if r.label == one)) for one in (label, default)]
+    least = []
+    for seed in set.intersection(*known):
+        same = [r.of_seed(seed) for r in here]
+        own, fails = peak(same, place, label).rate, peak(same, place, default).fails
+        # The default split's peak lies below the rate at which it failed.
+        if own is None or fails is None:
+            return None
+        least.append(own / fails)
+    return min(least, default=None)

@@ -194,34 +194,27 @@ def _why_not(row: Row) -> str:
 def _peaks(found: Sequence[Row], place: Place) -> Iterator[str]:
     """The highest rate that each peer serves, where more than one was tried."""
     labels = list(dict.fromkeys(row.label for row in found if row.place == place))
-    default = peak(found, place, f"stock:{DEFAULT_SLOTS}")
     peaks = {label: peak(found, place, label) for label in labels}
     rates = {row.rate for row in found if row.place == place and row.results}
     if len(rates) < 2:
         return
     yield (
         f"Highest rate tried with mean TTFT below {GOAL_TTFT_MS:g} ms, no failed request, and at"
-        f" most {CUT_SHARE:.0%} of those sent without a token at the end:"
+        f" most {CUT_SHARE:.0%} of those sent without a token at the end, whichever seed was"
+        " tried. Over the default split's: at least, for each seed that both have:"
     )
     yield ""
     yield "| peer | rate | over the default split's |"
     yield "|---|---:|---:|"
     for label, own in peaks.items():
-        yield f"| {label} | {_peak_rate(own)} | {_to_default(own, default)} |"
+        over = pairs.over_default_peak(found, place, label)
+        yield f"| {label} | {_peak_rate(own)} | {'-' if over is None else f'> {over:.2f}x'} |"
 
 
 def _peak_rate(own: Peak) -> str:
     if own.rate is None:
         return "not measured" if own.fails is None else f"below {own.fails:g}"
     return f"≥ {own.rate:g}" if own.fails is None else f"{own.rate:g} to {own.fails:g}"
-
-
-def _to_default(own: Peak, default: Peak) -> str:
-    """What the rates tried show for sure: the default split's peak lies below the rate at which it
-    failed."""
-    if own.rate is None or default.fails is None:
-        return "-"
-    return f"> {own.rate / default.fails:.2f}x"
 
 
 def _budgets(found: Sequence[Row], place: Place) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang_graft.bench.units import Results
@@ -91,7 +91,23 @@ class Row:
         kept_up = all(
             own["errors"] == 0 and own["ttft_cut"] <= CUT_SHARE * own["sent"] for own in figures
         )
-        return kept_up and self.ttft_ms is not None and self.ttft_ms < GOAL_TTFT_MS
+        means = self.values("figures", "ttft_ms", "mean")
+        told = 0 < len(means) == len(self.results)
+        return kept_up and told and all(mean < GOAL_TTFT_MS for mean in means)
+
+    @property
+    def seeds(self) -> set[int]:
+        """Those that it was measured with."""
+        return {seed_of(result) for result in self.results}
+
+    def of_seed(self, seed: int) -> Row:
+        """The same row with that repeat alone."""
+        return replace(self, results=[r for r in self.results if seed_of(r) == seed])
+
+
+def seed_of(result: Result) -> int:
+    """Results of one load with equal seeds answered the same requests."""
+    return int(result["unit"]["load"]["seed"])
 
 
 def value_of(result: Result, path: Sequence[str]) -> float | None:

@@ -124,6 +124,23 @@ def test_peak_rates(results: Results) -> None:
     assert peak(rows(results), place, "graft:cost").rate is None
 
 
+def test_peak_rates_are_for_the_same_requests(results: Results) -> None:
+    # Seed 1 is so easy that the default split serves both rates; seed 2 only Graft was asked.
+    for seed, label, rate, ttft in (
+        (1, "stock:8", 2.0, 90.0),
+        (1, "stock:8", 4.0, 95.0),
+        (2, "graft:cost", 2.0, 120.0),
+        (2, "graft:cost", 4.0, 600.0),
+    ):
+        results.write(unit(label, rate, seed), result(ttft))
+    text = report(results.folder)
+    # Not "≥ 4", which the median of 350 and 600 says, but seed 0 alone is compared.
+    assert "| graft:cost | 2 to 4 | > 1.00x |" in text
+    # With seed 1 the split failed nowhere, so nothing is sure of all that both have.
+    results.write(unit("graft:cost", 4.0, seed=1), result(80.0))
+    assert "| graft:cost | 2 to 4 | - |" in report(results.folder)
+
+
 def test_remarks_of_the_folder_are_in_its_report(results: Results) -> None:
     assert "\n\n\n" not in report(results.folder)
     (results.folder / REMARKS).write_text("A person's words.\n")
