@@ -347,9 +347,11 @@ class _Side:
         )
         sampler = self._sampler(client, unit.peer, workload)
         gc.freeze()  # a walk over all that is there already makes the client 0.1 to 0.2 s late
+        host = [await _host_report(client, unit.peer)]
         task = asyncio.create_task(sampler.run())
         records = await player.play(unit.load.seconds + self.group.plan.drain_s)
         await sampler.stop(task)
+        host.append(await _host_report(client, unit.peer))
         return {
             "status": "measured",
             "about": self.bench.about,
@@ -361,6 +363,7 @@ class _Side:
             "adapters": [[adapter.name, adapter.rank] for adapter in workload.adapters],
             "figures": figures(records, planned),
             "moved": moved(sampler.samples),
+            "host_before_and_after": host,
             "samples": sampler.columns(),
             "samples_missed": sampler.missed,
             "records": columns(records),
@@ -382,6 +385,13 @@ class _Side:
             return stock_sample(stock_report(info), at_s, sizes)
 
         return Sampler(client, "/server_info", read, clock, period)
+
+
+async def _host_report(client: httpx.AsyncClient, peer: Peer) -> Any:
+    """The counters of Graft's tiers, since its start; None of others."""
+    if peer.engine != "graft":
+        return None
+    return (await client.get("/graft/pool", timeout=REPORT_S)).json()["host"]
 
 
 def without_paths(line: Sequence[str]) -> list[str]:

@@ -174,6 +174,9 @@ def test_one_server_a_peer_and_one_file_a_unit(
         assert str(tmp_path) not in text
         assert ("adapter-0" in text) or label == "base"
     assert found["graft:cost", 80.0]["moved"]["invalid_kv_share"]["mean"] == 0
+    before, after = found["graft:cost", 80.0]["host_before_and_after"]
+    assert before["pages"]["total"] == after["pages"]["total"] > 0
+    assert found["base", 80.0]["host_before_and_after"] == [None, None]
     assert found["stock:2", 80.0]["moved"]["invalid_kv_share"]["mean"] == pytest.approx(
         0.25, abs=0.01
     )
