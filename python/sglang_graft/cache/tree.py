@@ -50,6 +50,8 @@ class UnifiedTree(TreePages):
         self._base.state = State.RESIDENT
         self._base.share = self.shares.common
         self._adapters[None] = self._base
+        self.inserted_pages = 0
+        """Pages of KV that came in by `insert` and had no host copy yet, ever."""
 
     # ---- adapters
 
@@ -210,6 +212,7 @@ class UnifiedTree(TreePages):
             found += len(node.key)
         if fresh:
             node = self._append(node, data[found:], fresh, salt, share or self.shares.common)
+            self.inserted_pages += len(fresh)
         return Insertion(node, cached, duplicates, held)
 
     # ---- all of it

@@ -6,6 +6,10 @@ the order in which eviction would take their nodes, each after those above it on
 - of the next `ahead` pages of that order always, displacing host copies that are worth less;
 - of everything else as long as the host pool has free pages.
 
+At most `under_way` pages are on their way at a time, or as many as came in since the pass before,
+if those are more: passes are as far apart as forwards take, and one that computes long prompts
+fills more pages than any fixed number that suits a step of decoding.
+
 A server whose host pool is large copies all committed KV once. One whose host pool is full, or
 smaller than the device, copies only what is about to leave, and does not fill the host with what
 the device keeps anyway.
@@ -27,21 +31,26 @@ LOOKED_AT = 128
 
 @dataclass(slots=True)
 class WriteBack:
-    """Starts write-backs, at most `under_way` pages at a time (a single larger node excepted)."""
+    """Starts write-backs, at most `under_way` pages at a time or what came in since the last pass
+    (a single larger node excepted)."""
 
     tree: UnifiedTree
     transfers: Transfers
     counters: Counters
     ahead: int
     under_way: int = 64
+    _inserted: int = 0
+    """`tree.inserted_pages` at the last pass."""
 
     def run(self) -> None:
         """One scheduling pass."""
         host = self.tree.host
         assert host is not None, "write-back needs a host tier"
         busy, seen = self.transfers.pages_under_way(Way.STORE), 0
+        most = max(self.under_way, self.tree.inserted_pages - self._inserted)
+        self._inserted = self.tree.inserted_pages
         # Most passes end here: all that is about to leave was copied before.
-        if busy >= self.under_way or not self.tree.any_uncopied(LOOKED_AT):
+        if busy >= most or not self.tree.any_uncopied(LOOKED_AT):
             return
         for victim in self.tree.coldest(LOOKED_AT):
             seen += len(victim.pages)
@@ -51,7 +60,7 @@ class WriteBack:
                 if self.transfers.has(node):
                     break  # a request kept it when its adapter's copies were given up; later
                 room = host.ledger.free >= len(node.pages)
-                if busy and busy + len(node.pages) > self.under_way:
+                if busy and busy + len(node.pages) > most:
                     return
                 if not room and seen > self.ahead:
                     return

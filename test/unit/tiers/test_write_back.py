@@ -49,6 +49,41 @@ def test_copies_under_way_are_bounded() -> None:
     assert world.tree.base.host_kv_pages == 15
 
 
+def test_a_pass_keeps_up_with_what_came_in_since_the_last_one() -> None:
+    world = World(60, 60)
+    for run in ((0,) * 5, (1,) * 5, (2,) * 5, (3,) * 5):
+        world.enqueue(None, run)
+    world.step()
+    for _ in range(4):
+        world.finish(0)
+    world.tiers.step([])  # a long forward filled 20 pages; 8 are allowed otherwise
+    assert world.tiers.report()["pages_storing"] == 20
+    world.check()
+    world.settle()
+    # Nothing came in since: what is left over of a burst goes on in small parts.
+    assert world.tree.base.host_kv_pages == 20
+    assert world.tiers.write_back is not None
+    for run in ((4,) * 5, (5,) * 5, (6,) * 5):
+        world.enqueue(None, run)
+        world.step()
+        world.finish(0)
+    world.tiers.write_back._inserted = world.tree.inserted_pages
+    world.tiers.step([])
+    assert 0 < world.tiers.report()["pages_storing"] <= 8
+
+
+def test_pages_that_come_back_are_not_new() -> None:
+    world = World(40, 40)
+    serve(world, (0, 1, 2))
+    assert world.tree.inserted_pages == 3
+    serve(world, (0, 1, 2), (0, 1, 2, 3))
+    assert world.tree.inserted_pages == 4
+    world.settle()
+    world.tree.evict(40)
+    serve(world, (0, 1, 2, 3))
+    assert world.tree.inserted_pages == 4, "the host had all of it"
+
+
 def test_a_node_larger_than_the_bound_is_copied_alone() -> None:
     world = World(60, 60)
     serve(world, (0,) * 20)
