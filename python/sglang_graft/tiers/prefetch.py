@@ -30,7 +30,8 @@ from sglang_graft.tiers.transfers import Transfers
 PATIENCE = 4
 LOOKAHEAD = 16
 PROMOTIONS = 2
-"""Passes in which KV is promoted for one request; after that it starts with what is there."""
+"""Passes in which KV is promoted for one request; after that it starts with what is there. As many
+may find no room; while the pool stays full, one of all that wait tries again in each pass."""
 FOLLOW_SECONDS = 8e-3
 """A forward waits for bytes that land sooner than this. A pass comes about one step of decoding (6
 to 20 ms) before its batch can run, so most of the copy is over by then; being passed over costs a
@@ -74,6 +75,7 @@ class _Waiting:
     need: Need = Need.ROOM
     overtaken: int = 0
     promotions: int = 0
+    refused: int = 0
     counted_in: int = -1
     waits_since: float | None = None
 
@@ -103,12 +105,15 @@ class Prefetch:
     _ahead: set[str] = field(default_factory=set)
     _passed_over: list[str] = field(default_factory=list)
     _pass: int = 0
+    _full: bool = False
+    """Whether KV found no room in this pass."""
     _blocker: str | None = None
 
     def consider(self, wishes: Sequence[Wish]) -> None:
         """A new pass: start loads for the first `lookahead` wishes, in the order of the queue."""
         self._pass += 1
         self._passed_over = []
+        self._full = False
         self._blocker = None
         self._wishes = list(wishes[: self.lookahead])
         self._ahead = {wish.key for wish in self._wishes}
@@ -228,35 +233,46 @@ class Prefetch:
         """Promote what is worth it; whether KV of this wish is on its way."""
         state = self._states[wish.key]
         hurry = state.overtaken >= self.patience
-        begun, depth, missing = False, 0, False
+        begun, depth = False, 0
         path = self.tree.peek(wish.node, wish.tokens, salt=wish.salt)
         for place, node in enumerate(path):
             if not node.pages:
-                missing = not hurry and self.host_kv and state.promotions < PROMOTIONS
-                if missing:
+                if not hurry and self.host_kv and self._may_promote(state):
                     begun |= self._promote_worthy(wish, path[place:], depth)
                 break
             begun |= not self.tree.is_landed(node)
             depth += len(node.key) // TOKEN_BYTES
-        state.promotions += missing
         return begun and not hurry
+
+    def _may_promote(self, state: _Waiting) -> bool:
+        """A request that waits for room shall not have used up its passes when there is some."""
+        if state.promotions >= PROMOTIONS:
+            return False
+        return state.refused < PROMOTIONS or not self._full
 
     def _promote_worthy(self, wish: Wish, path: Sequence[Node], depth: int) -> bool:
         """Promote from the top of `path`, which starts `depth` tokens down, what is cheaper to copy
         than to compute and finds room; whether any of it is on its way."""
-        begun = False
+        begun = full = False
         runs = pages = thrash = 0
         # Held once for all: what is promoted meanwhile is on this path, which `promote` holds.
         with self._wanted_held(wish):
             for node in path:
                 tokens = len(node.key) // TOKEN_BYTES
-                if not self._is_worth(node, tokens, depth) or not self._promote(node):
+                if not self._is_worth(node, tokens, depth):
+                    break
+                full = not self._promote(node)
+                if full:
                     break
                 begun |= not self.tree.is_landed(node)
                 depth += tokens
                 runs += 1
                 pages += len(node.pages)
                 thrash += self._is_thrash(node)
+        state, refused = self._states[wish.key], full and not runs
+        state.refused += refused
+        state.promotions += not refused
+        self._full |= full
         if runs:
             self._add(wish.node, promotions=runs, pages_to_device=pages, thrash=thrash)
         return begun

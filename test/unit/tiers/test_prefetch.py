@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from helpers_tiers import PAGE_BYTES, Request, World
 
-from sglang_graft.cache import State
+from sglang_graft.cache import Node, State
 from sglang_graft.pool import Owner
 from sglang_graft.tiers import IdlePromotion
 
@@ -228,6 +228,49 @@ def test_a_request_waits_for_its_kv_alone() -> None:
     assert run(world, waiting) == 1
     assert waiting
     assert waiting.cached == 3
+
+
+def in_a_full_pool(*runs: tuple[int, ...]) -> tuple[World, list[Request]]:
+    """Requests that wait for room, with the KV of `runs` on the host."""
+    world = world_with(12, 60)
+    for tokens in runs:
+        run(world, world.enqueue(None, tokens))
+        finish_all(world)
+    world.tree.evict(20)
+    run(world, world.enqueue(None, (0,) * 10))
+    waiting = [world.enqueue(None, (*tokens, 1)) for tokens in runs]
+    return world, [request for request in waiting if request is not None]
+
+
+def test_kv_that_found_no_room_comes_when_there_is_some() -> None:
+    world, (waiting,) = in_a_full_pool((1, 0, 1))
+    for _ in range(5):
+        world.step()
+        world.check()
+        world.copier.drain()
+        assert waiting in world.queue
+    assert world.counters.total.promotions == 0
+    finish_all_running(world)
+    run(world, waiting)
+    assert waiting.cached == 3, "its passes were not used up while there was no room"
+
+
+def test_a_full_pool_is_tried_by_one_of_all_that_wait() -> None:
+    world, waiting = in_a_full_pool((1, 0, 1), (2, 0, 1), (3, 0, 1))
+    tried: list[int] = []
+    promote = world.tree.promote
+
+    def counting(node: Node, **how: bool) -> list[int] | None:
+        tried[-1] += 1
+        return promote(node, **how)
+
+    world.tree.promote = counting  # type: ignore[method-assign]
+    for _ in range(6):
+        tried.append(0)
+        world.step()
+        world.check()
+    assert all(request in world.queue for request in waiting)
+    assert tried == [3, 3, 1, 1, 1, 1]
 
 
 def test_kv_that_is_cheaper_to_compute_stays() -> None:
