@@ -5,6 +5,7 @@ KV and running KV take pages from one ledger, in any order, without asking the d
 numbers. SGLang's own paged allocator keeps its free list on the device and needs Triton.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -25,18 +26,23 @@ def upload(ids: IdArray, device: torch.device | str) -> torch.Tensor:
     """Host ids as an int64 tensor on `device`, without waiting for the copy."""
     if not len(ids):
         return torch.empty(0, dtype=torch.int64, device=device)  # no pinned memory, no copy
-    host = torch.from_numpy(np.ascontiguousarray(ids))
-    if torch.device(device).type == "cuda":
+    return _move(torch.from_numpy(np.ascontiguousarray(ids)), device)
+
+
+def upload_buffer(ids: "bytearray | array[int]", device: torch.device | str) -> torch.Tensor:
+    """The same for a few of them, not none, as int64 in a buffer that nobody changes any more.
+
+    Between two forwards a first call of numpy, or of `torch.tensor`, takes longer than all this.
+    """
+    return _move(torch.frombuffer(ids, dtype=torch.int64), device)
+
+
+def _move(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    # Making a `torch.device` of a name, only to look at it, costs as much as a small tensor.
+    kind = device if isinstance(device, str) else device.type
+    if kind.startswith("cuda"):
         return host.pin_memory().to(device, non_blocking=True)
     return host
-
-
-def upload_list(ids: list[int], device: torch.device | str) -> torch.Tensor:
-    """The same for a few of them in a list."""
-    if torch.device(device).type != "cuda":
-        return torch.tensor(ids, dtype=torch.int64, device=device)
-    host = torch.tensor(ids, dtype=torch.int64, pin_memory=True)
-    return host.to(device, non_blocking=True)
 
 
 class ArenaAllocator(BaseTokenToKVPoolAllocator):
@@ -54,6 +60,7 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         # One look-up where the arithmetic of `dense_ids` takes four calls of numpy.
         ids = layout.dense_ids(range(pool.ledger.pages))
         self._ids_of_page = ids.reshape(-1, layout.page_tokens)
+        self._id_bytes = ids.data.cast("B")
 
     @property
     def free_pages(self) -> torch.Tensor:
@@ -118,7 +125,7 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
             return None
         self.last_rows = _split(taken, counts)
         if starts == heads and len(starts) == 1:
-            return upload(self._ids(taken, ends[0] - starts[0]), self.device)
+            return self._ids_of_one(taken, ends[0] - starts[0])
         rows = list(zip(starts, ends, heads, strict=True))
         tails = [min(end, head) - start for start, end, head in rows]
         lengths = [end - start for start, end, _ in rows]
@@ -145,7 +152,8 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         if not taken:
             return last_loc.to(torch.int64) + 1
         stride = self.pool.layout.ids_per_page
-        new = upload_list([row[0] * stride if row else -1 for row in self.last_rows], self.device)
+        ids = array("q", [row[0] * stride if row else -1 for row in self.last_rows])
+        new = upload_buffer(ids, self.device)
         if len(taken) == len(fresh):
             return new
         return torch.where(new >= 0, new, last_loc.to(torch.int64) + 1)
@@ -158,6 +166,13 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
 
     def _ids(self, pages: list[int], tokens: int) -> IdArray:
         return self._ids_of_page.take(pages, axis=0).reshape(-1)[:tokens]
+
+    def _ids_of_one(self, pages: list[int], tokens: int) -> torch.Tensor:
+        """The same on the device, for a request that is alone in its batch and waited for."""
+        ids, width = self._id_bytes, self.page_size * self._ids_of_page.itemsize
+        joined = bytearray().join([ids[page * width : (page + 1) * width] for page in pages])
+        del joined[tokens * self._ids_of_page.itemsize :]
+        return upload_buffer(joined, self.device)
 
     def _tail_ids(
         self, tails: list[int], lengths: list[int], last_loc: torch.Tensor
