@@ -5,6 +5,7 @@ KV and running KV take pages from one ledger, in any order, without asking the d
 numbers. SGLang's own paged allocator keeps its free list on the device and needs Triton.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -25,18 +26,25 @@ def upload(ids: IdArray, device: torch.device | str) -> torch.Tensor:
     """Host ids as an int64 tensor on `device`, without waiting for the copy."""
     if not len(ids):
         return torch.empty(0, dtype=torch.int64, device=device)  # no pinned memory, no copy
-    host = torch.from_numpy(np.ascontiguousarray(ids))
-    if torch.device(device).type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host
+    return _move(torch.from_numpy(np.ascontiguousarray(ids)), device)
 
 
 def upload_list(ids: list[int], device: torch.device | str) -> torch.Tensor:
-    """The same for a few of them in a list."""
-    if torch.device(device).type != "cuda":
-        return torch.tensor(ids, dtype=torch.int64, device=device)
-    host = torch.tensor(ids, dtype=torch.int64, pin_memory=True)
-    return host.to(device, non_blocking=True)
+    """The same for a few of them in a list, not none."""
+    if _is_cuda(device):
+        host = torch.tensor(ids, dtype=torch.int64, pin_memory=True)
+        return host.to(device, non_blocking=True)
+    # Between two forwards `torch.tensor` takes twice as long as this.
+    return torch.frombuffer(array("q", ids), dtype=torch.int64)
+
+
+def _move(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    return host.pin_memory().to(device, non_blocking=True) if _is_cuda(device) else host
+
+
+def _is_cuda(device: torch.device | str) -> bool:
+    # Making a `torch.device` of a name, only to look at it, costs as much as a small tensor.
+    return (device if isinstance(device, str) else device.type).startswith("cuda")
 
 
 class ArenaAllocator(BaseTokenToKVPoolAllocator):
@@ -54,6 +62,7 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         # One look-up where the arithmetic of `dense_ids` takes four calls of numpy.
         ids = layout.dense_ids(range(pool.ledger.pages))
         self._ids_of_page = ids.reshape(-1, layout.page_tokens)
+        self._id_bytes = ids.data.cast("B")
 
     @property
     def free_pages(self) -> torch.Tensor:
@@ -117,8 +126,8 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         if taken is None:
             return None
         self.last_rows = _split(taken, counts)
-        if starts == heads and len(starts) == 1:
-            return upload(self._ids(taken, ends[0] - starts[0]), self.device)
+        if starts == heads and len(starts) == 1 and taken:
+            return self._ids_of_one(taken, ends[0] - starts[0])
         rows = list(zip(starts, ends, heads, strict=True))
         tails = [min(end, head) - start for start, end, head in rows]
         lengths = [end - start for start, end, _ in rows]
@@ -158,6 +167,13 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
 
     def _ids(self, pages: list[int], tokens: int) -> IdArray:
         return self._ids_of_page.take(pages, axis=0).reshape(-1)[:tokens]
+
+    def _ids_of_one(self, pages: list[int], tokens: int) -> torch.Tensor:
+        """The same on the device, for a request alone: numpy's first calls take twice as long."""
+        ids, width = self._id_bytes, self.page_size * self._ids_of_page.itemsize
+        joined = bytearray().join([ids[page * width : (page + 1) * width] for page in pages])
+        del joined[tokens * self._ids_of_page.itemsize :]
+        return _move(torch.frombuffer(joined, dtype=torch.int64), self.device)
 
     def _tail_ids(
         self, tails: list[int], lengths: list[int], last_loc: torch.Tensor
