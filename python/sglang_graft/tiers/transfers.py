@@ -86,7 +86,8 @@ class Transfers:
 
     def pages_under_way(self, way: Way) -> int:
         """Pages of copies that have not landed."""
-        return sum(len(copy.device) for copy in self._under_way[way])
+        queue = self._under_way[way]
+        return sum([len(copy.device) for copy in queue]) if queue else 0
 
     @property
     def idle(self) -> bool:
@@ -113,8 +114,8 @@ class Transfers:
     def poll(self) -> list[Copy]:
         """Take note of landed copies and return them."""
         landed = []
-        for way in Way:
-            queue = self._under_way[way]
+        # Not `for way in Way`: enums of Python 3.11 take long to walk and to hash.
+        for queue in self._under_way.values():
             if not queue:
                 continue  # for every rank alike
             count = 0
