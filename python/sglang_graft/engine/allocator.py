@@ -2,13 +2,14 @@
 
 Target (0.5.17): `KVCacheConfigurator._build_token_to_kv_pool_allocator`. Reason: adapters, cached
 KV and running KV take pages from one ledger, in any order, without asking the device for page
-numbers. SGLang's own paged allocator keeps its free list on the device and needs Triton.
+numbers. SGLang's own paged allocator keeps its free list on the device and needs Triton. SGLang
+calls `alloc` alone, see `single_tokens`.
 """
 
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,18 @@ from sglang_graft.engine.pool import Pool, get_pool
 from sglang_graft.pool import Owner
 
 IdArray = npt.NDArray[np.int64]
+_ID_BYTES = 8
+
+
+class Growth(NamedTuple):
+    """Tokens `start` to `end` of a request, and the page of its own that `start` lies in.
+
+    page: None where `start` begins a page.
+    """
+
+    start: int
+    end: int
+    page: int | None
 
 
 def upload(ids: IdArray, device: torch.device | str) -> torch.Tensor:
@@ -58,6 +71,7 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         super().__init__(size, pool.layout.page_tokens, dtype, device, kvcache, need_sort=False)
         self.pool = pool
         self.last_rows: list[list[int]] = []
+        self._expected: list[Growth] = []
         layout = pool.layout
         # One look-up where the arithmetic of `dense_ids` takes four calls of numpy.
         ids = layout.dense_ids(range(pool.ledger.pages))
@@ -94,70 +108,37 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         running = self.pool.ledger.count(Owner.KV_RUNNING)
         assert running == 0, f"{running} pages still belong to running requests at clear()"
 
+    def expect(self, growths: list[Growth]) -> None:
+        """What the next `alloc` is for; `single_tokens` says it."""
+        self._expected = growths
+
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """Whole pages for `need_size` tokens, or None when they do not fit."""
-        pages = self.pool.ledger.take(self.pool.layout.pages_for(need_size), Owner.KV_RUNNING)
-        if pages is None:
-            return None
-        self.last_rows = [pages]
-        return upload(self._ids(pages, need_size), self.device)
+        """Ids `[need_size]` for what was expected, request after request, or None: no room.
 
-    def alloc_extend(
-        self,
-        prefix_lens: torch.Tensor,
-        prefix_lens_cpu: torch.Tensor,
-        seq_lens: torch.Tensor,
-        seq_lens_cpu: torch.Tensor,
-        last_loc: torch.Tensor,
-        extend_num_tokens: int,
-        num_new_pages: int | None = None,
-    ) -> torch.Tensor | None:
-        """Ids `[extend_num_tokens]` for tokens prefix..seq of each request, or None: no room.
-
-        A request whose prefix ends inside a page goes on behind `last_loc`, which only the device
-        knows; all other ids are made here.
+        All are made on the host: it knows the page in which a request goes on.
         """
+        growths, self._expected = self._expected, []
+        lengths = [growth.end - growth.start for growth in growths]
+        assert sum(lengths) == need_size, f"expected {sum(lengths)} tokens, asked for {need_size}"
         size = self.page_size
-        starts, ends = prefix_lens_cpu.tolist(), seq_lens_cpu.tolist()
-        # Where the first own page of each request begins.
-        heads = [-(-start // size) * size for start in starts]
-        counts = [-(-(end - head) // size) for end, head in zip(ends, heads, strict=True)]
+        counts = [-(-growth.end // size) - -(-growth.start // size) for growth in growths]
         taken = self.pool.ledger.take(sum(counts), Owner.KV_RUNNING)
         if taken is None:
             return None
         self.last_rows = _split(taken, counts)
-        if starts == heads and len(starts) == 1 and taken:
-            return self._ids_of_one(taken, ends[0] - starts[0])
-        rows = list(zip(starts, ends, heads, strict=True))
-        tails = [min(end, head) - start for start, end, head in rows]
-        lengths = [end - start for start, end, _ in rows]
-        parts = [
-            np.concatenate([np.zeros(tail, np.int64), self._ids(pages, length - tail)])
-            for tail, pages, length in zip(tails, self.last_rows, lengths, strict=True)
+        if lengths == [1] * len(lengths):
+            return self._ids_of_steps(growths)
+        rows = [
+            new if growth.page is None else [growth.page, *new]
+            for growth, new in zip(growths, self.last_rows, strict=True)
         ]
-        ids = upload(np.concatenate(parts), self.device)
-        if any(tails):
-            ids += self._tail_ids(tails, lengths, last_loc)
-        return ids
-
-    def alloc_decode(
-        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
-    ) -> torch.Tensor | None:
-        """One id `[B]` a request, its token number `seq_lens - 1`, or None: no room."""
-        # Plain lists: between two forwards numpy's first calls cost more than a batch of them.
-        fresh = [(length - 1) % self.page_size == 0 for length in seq_lens_cpu.tolist()]
-        taken = self.pool.ledger.take(sum(fresh), Owner.KV_RUNNING)
-        if taken is None:
-            return None
-        pages = iter(taken)
-        self.last_rows = [[next(pages)] if new else [] for new in fresh]
-        if not taken:
-            return last_loc.to(torch.int64) + 1
-        stride = self.pool.layout.ids_per_page
-        new = upload_list([row[0] * stride if row else -1 for row in self.last_rows], self.device)
-        if len(taken) == len(fresh):
-            return new
-        return torch.where(new >= 0, new, last_loc.to(torch.int64) + 1)
+        if len(rows) == 1:
+            return self._ids_of_one(rows[0], growths[0])
+        parts = [
+            self._ids(pages, growth.start % size, length)
+            for growth, pages, length in zip(growths, rows, lengths, strict=True)
+        ]
+        return upload(np.concatenate(parts), self.device)
 
     def free(self, free_index: torch.Tensor) -> None:
         """Free the pages of device ids. Waits for the device; the tree frees by page instead."""
@@ -165,27 +146,30 @@ class ArenaAllocator(BaseTokenToKVPoolAllocator):
         pages = np.unique(self.pool.layout.page_numbers(ids)).tolist()
         self.pool.ledger.give(pages, Owner.KV_RUNNING)
 
-    def _ids(self, pages: list[int], tokens: int) -> IdArray:
-        return self._ids_of_page.take(pages, axis=0).reshape(-1)[:tokens]
+    def _ids(self, pages: list[int], skip: int, tokens: int) -> IdArray:
+        return self._ids_of_page.take(pages, axis=0).reshape(-1)[skip : skip + tokens]
 
-    def _ids_of_one(self, pages: list[int], tokens: int) -> torch.Tensor:
+    def _ids_of_one(self, pages: list[int], growth: Growth) -> torch.Tensor:
         """The same on the device, for a request alone: numpy's first calls take twice as long."""
-        ids, width = self._id_bytes, self.page_size * self._ids_of_page.itemsize
+        ids, width = self._id_bytes, self.page_size * _ID_BYTES
         joined = bytearray().join([ids[page * width : (page + 1) * width] for page in pages])
-        del joined[tokens * self._ids_of_page.itemsize :]
+        skip = growth.start % self.page_size
+        del joined[(skip + growth.end - growth.start) * _ID_BYTES :]
+        del joined[: skip * _ID_BYTES]
         return _move(torch.frombuffer(joined, dtype=torch.int64), self.device)
 
-    def _tail_ids(
-        self, tails: list[int], lengths: list[int], last_loc: torch.Tensor
-    ) -> torch.Tensor:
-        """Ids of tokens that finish a page begun earlier, 0 elsewhere, `[sum(lengths)]`."""
-        parts, rows = [], []
-        for row, (tail, length) in enumerate(zip(tails, lengths, strict=True)):
-            parts.append(np.where(np.arange(length) < tail, np.arange(1, length + 1), 0))
-            rows.append(np.full(length, row))
-        step = upload(np.concatenate(parts).astype(np.int64), self.device)
-        row_of = upload(np.concatenate(rows).astype(np.int64), self.device)
-        return torch.where(step > 0, last_loc.to(torch.int64)[row_of] + step, 0)
+    def _ids_of_steps(self, growths: list[Growth]) -> torch.Tensor:
+        """The same for one token each."""
+        # Plain lists: between two forwards numpy's first calls cost more than a batch of them.
+        size, stride = self.page_size, self.pool.layout.ids_per_page
+        pages = [
+            new[0] if growth.page is None else growth.page
+            for growth, new in zip(growths, self.last_rows, strict=True)
+        ]
+        ids = [
+            page * stride + growth.start % size for growth, page in zip(growths, pages, strict=True)
+        ]
+        return upload_list(ids, self.device)
 
 
 def _split(pages: list[int], counts: Sequence[int]) -> list[list[int]]:
