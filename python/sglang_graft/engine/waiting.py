@@ -41,11 +41,16 @@ class WaitingRequests:
 
     def failure(self, req: Any) -> str | None:
         """Why the adapter of this request could not be read, if that is so."""
-        return self.cache.tiers.prefetch.failure(self.wish(req))
+        return self.cache.tiers.prefetch.failure(self._of_this_pass(req))
 
     def may_start(self, req: Any) -> bool:
         """Whether the bytes of this request are on the device and it is not held back."""
-        return self.cache.tiers.prefetch.may_start(self.wish(req))
+        return self.cache.tiers.prefetch.may_start(self._of_this_pass(req))
+
+    def _of_this_pass(self, req: Any) -> Wish:
+        """What `step` made of the request; it does not change while the pass goes on."""
+        kept = self._wishes.get(req.rid)
+        return self.wish(req) if kept is None else kept[1]
 
     def wish(self, req: Any) -> Wish:
         """The wish of a request; a new one when it was retracted with more tokens than before."""
