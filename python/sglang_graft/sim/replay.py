@@ -8,8 +8,8 @@ TTFT is an estimate on top: the requests come when the schedule says, prefills t
 device, copies take turns on the link, reads on the disk. With prefetch a request's reads and copies
 start when it comes; without, when its turn has come, and the device waits for them.
 
-Who knows better when requests are admitted and end (`steps`) calls `admit`, `grow`, `retract` and
-`end` and leaves `run`, its schedule and its TTFT aside.
+Who knows better when requests are admitted and end (`steps`) calls `begin_pass`, `admit`, `grow`,
+`retract` and `end` and leaves `run`, its schedule and its TTFT aside.
 """
 
 from __future__ import annotations
@@ -160,6 +160,11 @@ class Replay:
         self.tree.check_invariants()
         self.ledger.check_invariants()
         self.tiers.check_invariants()
+
+    def begin_pass(self) -> None:
+        """The scheduler turns to its queue: what is about to leave is copied now, or not before the
+        next time."""
+        self.tiers.begin_pass()
 
     @property
     def rates(self) -> Rates:

@@ -15,6 +15,8 @@ again.
 
 What a request finds in the caches and what has to be moved for it is the replay's answer at the
 moment of its admission, so that requests that hold their pages longer are in others' way there too.
+What came in since the forward before is copied to the host, as far as the server does it in a pass,
+before anybody is admitted.
 
 Decode steps between two events have the same requests, and are taken at once.
 """
@@ -144,6 +146,7 @@ class _Gpu:
         while self.clock.running and self.clock.running[0][0] <= self.steps_done:
             _, request = heapq.heappop(self.clock.running)
             self._end(request)
+        self.run.begin_pass()
         event = self._admit()
         while self.landing and self.landing[0][0] <= self.now:
             _, request, known = heapq.heappop(self.landing)

@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 from sglang_graft.cache import AdapterNode, Node, Rates, State, UnifiedTree
 from sglang_graft.pool.ledger import Owner
+from sglang_graft.tiers.build import write_back
 from sglang_graft.tiers.copies import Way
 from sglang_graft.tiers.counters import Counters
 from sglang_graft.tiers.idle import IdlePromotion
@@ -51,6 +52,9 @@ class Tiers(Protocol):
     def step(self, pages: int) -> None:
         """After `pages` were taken or came free to leave: copies of what will leave soon."""
 
+    def begin_pass(self) -> None:
+        """Before the scheduler admits anybody: such copies; from then on, `step` makes none."""
+
     def promote_idle(self, pages: int) -> int:
         """Nobody waits: bring back about `pages` pages that have room; returns how many."""
 
@@ -75,6 +79,9 @@ class DeviceAlone:
             self.moved.weights += len(pages)
 
     def step(self, pages: int) -> None:
+        """There is nothing to copy to."""
+
+    def begin_pass(self) -> None:
         """There is nothing to copy to."""
 
     def promote_idle(self, pages: int) -> int:
@@ -138,27 +145,24 @@ class ThreeTiers:
     """Device, host and disk, moved by the server's own `Prefetch` and `WriteBack`."""
 
     def __init__(self, tree: UnifiedTree, rates: Rates, page_bytes: int, ahead: int) -> None:
-        """`ahead` pages of the order of eviction are copied before they have to leave."""
+        """`ahead` pages of the order of eviction are copied before they have to leave, unless
+        `begin_pass` is called."""
         self.tree = tree
         self.moved = Moved()
-        instant, counters = _Instant(tree, self.moved), Counters()
+        transfers, counters = cast("Transfers", _Instant(tree, self.moved)), Counters()
         self._prefetch = Prefetch(
             tree=tree,
-            transfers=cast("Transfers", instant),
-            images=cast("Images", instant),
+            transfers=transfers,
+            images=cast("Images", transfers),
             counters=counters,
             rates=rates,
             page_bytes=page_bytes,
             paths=lambda node: (str(node.identity), Path()),
         )
-        self._write_back = WriteBack(
-            tree=tree,
-            transfers=cast("Transfers", instant),
-            counters=counters,
-            ahead=ahead,
-            under_way=ahead,
-        )
-        self._idle = IdlePromotion(tree, cast("Transfers", instant), counters)
+        self._write_back = WriteBack(tree, transfers, counters, ahead, under_way=ahead)
+        self._by_pass = write_back(tree, transfers, counters)
+        self._passes = False
+        self._idle = IdlePromotion(tree, transfers, counters)
         self._ahead, self._due = ahead, 0
 
     def bring(self, key: str, adapter: AdapterNode, tokens: array[int]) -> None:
@@ -172,10 +176,17 @@ class ThreeTiers:
 
     def step(self, pages: int) -> None:
         """See Tiers. A pass copies all that is about to leave, where the host has room for it."""
+        if self._passes:
+            return
         self._due += pages
         if self._due >= self._ahead // _PASSES_AHEAD:
             self._due = 0
             self._write_back.run()
+
+    def begin_pass(self) -> None:
+        """See Tiers. As far ahead as the server does it."""
+        self._passes = True
+        self._by_pass.run()
 
     def promote_idle(self, pages: int) -> int:
         """See Tiers."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_graft.cache import Prices
+from sglang_graft.cache import Prices, UnifiedTree
 from sglang_graft.tiers.copies import Copier
 from sglang_graft.tiers.counters import Counters
 from sglang_graft.tiers.host_pool import HostPool
@@ -22,6 +22,9 @@ from sglang_graft.tiers.write_back import WriteBack
 
 AHEAD = 16
 """The pool's size over the pages whose copies are made before they have to leave."""
+LEAST_AHEAD = 64
+MOST_UNDER_WAY = 512
+"""Pages on their way to the host at a time: as many as a forward of 8192 tokens fills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,6 @@ def build_tiers(
         lookahead=LOOKAHEAD if options.prefetch else 1,
         host_kv=options.host_kv,
     )
-    ahead = max(64, tree.ledger.total // AHEAD)
     tiers = Tiers(
         tree=tree,
         transfers=transfers,
@@ -79,9 +81,15 @@ def build_tiers(
         counters=counters,
         rates=rates,
         page_bytes=page_bytes,
-        write_back=WriteBack(tree, transfers, counters, ahead) if options.host_kv else None,
+        write_back=write_back(tree, transfers, counters) if options.host_kv else None,
         idle=IdlePromotion(tree, transfers, counters) if options.idle_promotion else None,
         pinned=residency.pins.nodes,
     )
     residency.offer, residency.forget = tiers.offer, tiers.forget
     return tiers
+
+
+def write_back(tree: UnifiedTree, transfers: Transfers, counters: Counters) -> WriteBack:
+    """Copies ahead of eviction, as far as suits the size of the pool."""
+    ahead = max(LEAST_AHEAD, tree.ledger.total // AHEAD)
+    return WriteBack(tree, transfers, counters, ahead, under_way=min(ahead, MOST_UNDER_WAY))

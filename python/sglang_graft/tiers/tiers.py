@@ -39,7 +39,7 @@ class Tiers:
     pinned: Callable[[], Sequence[AdapterNode]] = tuple
 
     def step(self, wishes: Sequence[Wish]) -> None:
-        """Note what has landed, start what the waiting requests need, then write back."""
+        """Note what has landed, write back, then start what the waiting requests need."""
         self.rates.step()
         self.transfers.poll()
         coming = [node for node in self.pinned() if node.state is State.LOADING]
@@ -48,9 +48,10 @@ class Tiers:
             mine = (wish for wish in wishes if wish.node is node)
             asked = any(self.prefetch.failure(wish) is None for wish in mine)
             self._bring_pinned(node, asked=asked)
-        self.prefetch.consider(wishes)
         if self.write_back is not None:
+            # Before any load: what has come in since the last pass may be what a load evicts.
             self.write_back.run()
+        self.prefetch.consider(wishes)
         if self.idle is not None and not wishes:
             self.idle.run()
 

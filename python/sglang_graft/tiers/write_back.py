@@ -38,7 +38,7 @@ class WriteBack:
     transfers: Transfers
     counters: Counters
     ahead: int
-    under_way: int = 64
+    under_way: int
     _inserted: int = 0
     """`tree.inserted_pages` at the last pass."""
 

@@ -52,6 +52,24 @@ def test_the_host_brings_back_weights_and_kv_by_copies(policy: str) -> None:
     assert (found.totals.host_tokens, found.totals.disk_reads) == (2, 2)
 
 
+def test_what_came_in_between_two_passes_has_no_copy() -> None:
+    run = ready(BETWEEN, 4, host_pages=20).prepared("lru")
+    run.begin_pass()
+    run.admit(0)
+    run.end(0)
+    assert run.tiers.moved.stored == 0
+    run.admit(1)  # the first one's KV had to leave for it
+    run.end(1)
+    assert run.tree.dropped_pages
+    run.begin_pass()
+    assert run.tiers.moved.stored, "and this one's has its copies in time"
+    before = run.tree.dropped_pages
+    run.admit(2)
+    assert run.tree.dropped_pages == before
+    run.end(2)
+    run.check_invariants()
+
+
 def test_a_copy_dearer_than_prefill_is_left() -> None:
     slow = replace(OPTIONS, rates=replace(RATES, h2d_bytes_per_s=0.01), host_gb=1e-6)
     trace = tiny(BETWEEN)

@@ -72,6 +72,24 @@ def test_a_pass_keeps_up_with_what_came_in_since_the_last_one() -> None:
     assert 0 < world.tiers.report()["pages_storing"] <= 8
 
 
+def test_what_came_in_is_copied_before_a_load_may_evict_it() -> None:
+    world = World(20, 40)
+    world.register(0, 14)
+    world.settle()
+    world.tree.evict(20)  # its weights are on the host alone
+    world.enqueue(None, (0,) * 8)
+    world.step()
+    world.finish(0)
+    world.enqueue(0, (1,))
+    world.step()  # the first pass since: the load takes pages of the answer that has just ended
+    assert world.nodes[0].pages
+    assert world.tree.demoted_pages
+    assert world.tree.dropped_pages == 0
+    world.check()
+    world.settle()
+    world.check()
+
+
 def test_pages_that_come_back_are_not_new() -> None:
     world = World(40, 40)
     serve(world, (0, 1, 2))
