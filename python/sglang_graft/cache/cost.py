@@ -124,6 +124,10 @@ class Cost(EvictionPolicy):
         aged = self._aged(node)
         self._renew(node, max(1.0, aged) if again else min(aged + 1.0, self.most_uses))
 
+    def expected(self, node: Node, clock: int) -> None:
+        """Make it as young as any."""
+        self._renew(node, self._aged(node))
+
     def loaded(self, adapter: AdapterNode, clock: int) -> None:
         """Make it as young as any: what was just paid for is not what leaves next."""
         self._renew(adapter, self._aged(adapter))

@@ -61,6 +61,11 @@ class Elora(EvictionPolicy):
             self._recent.append(node.serial)
             self._since += 1
 
+    def expected(self, node: Node, clock: int) -> None:
+        """The time runs from now."""
+        self._now = max(self._now, clock)
+        node.used_at = clock
+
     def loaded(self, adapter: AdapterNode, clock: int) -> None:
         """The time runs from the load."""
         self._now = max(self._now, clock)

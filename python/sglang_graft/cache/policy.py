@@ -43,6 +43,9 @@ class EvictionPolicy:
         turn of a conversation and no new demand.
         """
 
+    def expected(self, node: Node, clock: int) -> None:
+        """A request that will read it has come and waits: it is as young as any, and no visit."""
+
     def loaded(self, adapter: AdapterNode, clock: int) -> None:
         """An adapter got pages; nobody may have asked for it yet."""
 

@@ -169,6 +169,20 @@ class UnifiedTree(TreePages):
             edge = data[offset : offset + page_bytes]
         return found
 
+    def expect(self, adapter: AdapterNode, tokens: array[int], *, salt: str = "") -> None:
+        """A request for this prefix has come and waits.
+
+        The adapter and what is cached of the prefix, wherever it is, are as young as any from now
+        on. They could leave while it waits, otherwise, as they were used long ago.
+        """
+        if adapter.dropped:
+            return
+        for node in (adapter, *self.peek(adapter, tokens, salt=salt)):
+            node.last_use = self._clock
+            self.policy.expected(node, self._clock)
+            if self.host is not None and node.host is not None:
+                self.host.settle(node)
+
     def insert(
         self,
         adapter: AdapterNode,

@@ -8,8 +8,8 @@ TTFT is an estimate on top: the requests come when the schedule says, prefills t
 device, copies take turns on the link, reads on the disk. With prefetch a request's reads and copies
 start when it comes; without, when its turn has come, and the device waits for them.
 
-Who knows better when requests are admitted and end (`steps`) calls `begin_pass`, `admit`, `grow`,
-`retract` and `end` and leaves `run`, its schedule and its TTFT aside.
+Who knows better when requests are admitted and end (`steps`) calls `expect`, `begin_pass`, `admit`,
+`grow`, `retract` and `end` and leaves `run`, its schedule and its TTFT aside.
 """
 
 from __future__ import annotations
@@ -161,6 +161,11 @@ class Replay:
         self.ledger.check_invariants()
         self.tiers.check_invariants()
 
+    def expect(self, index: int) -> None:
+        """The request has come, and waits."""
+        adapter, usable = self._asked(index)
+        self.tree.expect(self._space(adapter), usable)
+
     def begin_pass(self) -> None:
         """The scheduler turns to its queue: what is about to leave is copied now, or not before the
         next time."""
@@ -178,9 +183,7 @@ class Replay:
         and computes again counts, its hits do not."""
         demand = self.trace.demands[index]
         tokens = self.trace.workload.requests[index].tokens()
-        usable = tokens[: demand.usable]
-        adapter = self.tree.adapter(self.trace.workload.adapters[demand.adapter].name)
-        assert adapter is not None, f"the adapter of request {index} is not registered"
+        adapter, usable = self._asked(index)
         space = self._space(adapter)
         here = sum(len(node.key) for node in self._landed(space, usable)) // TOKEN_BYTES
         before = self.tiers.moved.copy()
@@ -204,6 +207,13 @@ class Replay:
         if not self.dependency_rule:
             self._sample()
         return service
+
+    def _asked(self, index: int) -> tuple[AdapterNode, array[int]]:
+        """The adapter of a request, and the part of its prompt that may be cached."""
+        demand = self.trace.demands[index]
+        adapter = self.tree.adapter(self.trace.workload.adapters[demand.adapter].name)
+        assert adapter is not None, f"the adapter of request {index} is not registered"
+        return adapter, self.trace.workload.requests[index].tokens()[: demand.usable]
 
     def _promote_idle(self, now: float, until: float) -> None:
         """While the link is free and nobody waits."""

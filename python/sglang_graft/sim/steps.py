@@ -107,7 +107,7 @@ class _Prompt:
 class _Gpu:
     """clock.running: (the step after which it ends, request).   landing: (when, request, cached
     tokens) of the admitted whose bytes are under way.   retracted: tokens that each of these had
-    made, until it has computed them again."""
+    made, until it has computed them again.   expected: requests that have come."""
 
     run: Replay
     steps: Steps
@@ -122,6 +122,7 @@ class _Gpu:
     landed_at: dict[int, float] = field(default_factory=dict)  # by adapter
     prompts: list[_Prompt] = field(default_factory=list)
     retracted: dict[int, int] = field(default_factory=dict)
+    expected: set[int] = field(default_factory=set)
     steps_done: int = 0
 
     def __post_init__(self) -> None:
@@ -146,6 +147,7 @@ class _Gpu:
         while self.clock.running and self.clock.running[0][0] <= self.steps_done:
             _, request = heapq.heappop(self.clock.running)
             self._end(request)
+        self._expect()
         self.run.begin_pass()
         event = self._admit()
         while self.landing and self.landing[0][0] <= self.now:
@@ -166,6 +168,13 @@ class _Gpu:
             assert self.run.room == self.run.server.pages, "pages are held after the last request"
             return False
         return True
+
+    def _expect(self) -> None:
+        """Whoever has come since the last time."""
+        for came, request in self.clock.waiting:
+            if came <= self.now and request not in self.expected:
+                self.expected.add(request)
+                self.run.expect(request)
 
     def _admit(self) -> float:
         """Whoever has come and fits; returns when the next one comes, infinity when nobody does or

@@ -124,6 +124,10 @@ class Prefetch:
         for wish in self._wishes:
             self._states[wish.key].need = self._advance(wish)
 
+    def is_new(self, wish: Wish) -> bool:
+        """Whether no pass has seen it yet."""
+        return wish.key not in self._states
+
     def spared(self) -> set[int]:
         """Serials of adapters whose images waiting requests want: they stay in the host pool."""
         return {wish.node.serial for wish in self._wishes}
@@ -219,7 +223,9 @@ class Prefetch:
         if not host.is_readable(node):
             return Need.DISK
         share = wish.share
-        with self._wanted_held(wish):
+        # One that is overdue spares only those before it: two of them that do not fit into the pool
+        # together would take it from each other for ever.
+        with self._wanted_held(self._before(wish) if self._is_overdue(wish) else self._wishes):
             pages = self.tree.load(node, use_reserve=False, share=share)
         if pages is None:
             capped = share is not None and share.over_cap(node.weight_pages) > 0
@@ -252,30 +258,40 @@ class Prefetch:
 
     def _promote_worthy(self, wish: Wish, path: Sequence[Node], depth: int) -> bool:
         """Promote from the top of `path`, which starts `depth` tokens down, what is cheaper to copy
-        than to compute and finds room; whether any of it is on its way."""
-        begun = full = False
-        runs = pages = thrash = 0
-        # Held once for all: what is promoted meanwhile is on this path, which `promote` holds.
-        with self._wanted_held(wish):
-            for node in path:
-                tokens = len(node.key) // TOKEN_BYTES
-                if not self._is_worth(node, tokens, depth):
-                    break
-                full = not self._promote(node)
-                if full:
-                    break
-                begun |= not self.tree.is_landed(node)
-                depth += tokens
-                runs += 1
-                pages += len(node.pages)
-                thrash += self._is_thrash(node)
-        state, refused = self._states[wish.key], full and not runs
+        than to compute and finds room; whether any of it is on its way.
+
+        What later requests want makes room only when nothing else does: they are admitted later,
+        and a prompt that is computed instead would take their pages all the same.
+        """
+        done: list[Node] = []
+        full = False
+        for others in (self._wishes, self._before(wish)):
+            # Held once for all: what is promoted meanwhile is on this path, which `promote` holds.
+            with self._wanted_held(others):
+                full = self._promote_run(path, depth, done)
+            if not full:
+                break
+        state, refused = self._states[wish.key], full and not done
         state.refused += refused
         state.promotions += not refused
         self._full |= full
-        if runs:
-            self._add(wish.node, promotions=runs, pages_to_device=pages, thrash=thrash)
-        return begun
+        if done:
+            pages, thrash = sum(len(node.pages) for node in done), sum(map(self._is_thrash, done))
+            self._add(wish.node, promotions=len(done), pages_to_device=pages, thrash=thrash)
+        return any(not self.tree.is_landed(node) for node in done)
+
+    def _promote_run(self, path: Sequence[Node], depth: int, done: list[Node]) -> bool:
+        """Go on behind what is `done` of the path; whether it ended for want of room."""
+        depth += sum(len(node.key) for node in done) // TOKEN_BYTES
+        for node in path[len(done) :]:
+            tokens = len(node.key) // TOKEN_BYTES
+            if not self._is_worth(node, tokens, depth):
+                return False
+            if not self._promote(node):
+                return True
+            done.append(node)
+            depth += tokens
+        return False
 
     def _is_worth(self, node: Node, tokens: int, depth: int) -> bool:
         host = self.tree.host
@@ -291,15 +307,8 @@ class Prefetch:
         return True
 
     @contextmanager
-    def _wanted_held(self, wish: Wish) -> Iterator[None]:
-        """What is taken meanwhile is nothing that another waiting request wants.
-
-        One that is overdue spares only those before it: two of them that do not fit into the pool
-        together would take it from each other for ever.
-        """
-        others: Iterable[Wish] = self._wishes
-        if self._is_overdue(wish):
-            others = takewhile(lambda other: other is not wish, self._wishes)
+    def _wanted_held(self, others: Iterable[Wish]) -> Iterator[None]:
+        """What is taken meanwhile is nothing that any of these wants."""
         held = self._wanted(others)
         for node in held:
             self.tree.lock(node)
@@ -308,6 +317,10 @@ class Prefetch:
         finally:
             for node in held:
                 self.tree.unlock(node)
+
+    def _before(self, wish: Wish) -> list[Wish]:
+        """The wishes that are ahead of this one."""
+        return list(takewhile(lambda other: other is not wish, self._wishes))
 
     def _wanted(self, wishes: Iterable[Wish]) -> list[Node]:
         """The last device node of each of these wishes."""

@@ -48,6 +48,9 @@ class Tiers:
             mine = (wish for wish in wishes if wish.node is node)
             asked = any(self.prefetch.failure(wish) is None for wish in mine)
             self._bring_pinned(node, asked=asked)
+        for wish in wishes:
+            if self.prefetch.is_new(wish):
+                self.tree.expect(wish.node, wish.tokens, salt=wish.salt)
         if self.write_back is not None:
             # Before any load: what has come in since the last pass may be what a load evicts.
             self.write_back.run()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from helpers_tiers import PAGE_BYTES, Request, World
+from helpers_tiers import PAGE_BYTES, Request, World, tokens_of
 
 from sglang_graft.cache import Node, State
 from sglang_graft.pool import Owner
@@ -270,7 +270,51 @@ def test_a_full_pool_is_tried_by_one_of_all_that_wait() -> None:
         world.step()
         world.check()
     assert all(request in world.queue for request in waiting)
-    assert tried == [3, 3, 1, 1, 1, 1]
+    # Each once without what any other wants, and once without what those before it want.
+    assert tried == [6, 6, 2, 2, 2, 2]
+
+
+def on_device(world: World, run: tuple[int, ...]) -> int:
+    """Pages of the prefix that are on the device, or on their way."""
+    return sum(len(node.pages) for node in world.tree.peek(world.tree.base, tokens_of(run)))
+
+
+def test_kv_of_the_first_in_the_queue_takes_the_room_of_what_later_ones_want() -> None:
+    world = world_with(12, 60)
+    for tokens in ((1, 0, 1), (2, 0, 1)):
+        run(world, world.enqueue(None, tokens))
+        finish_all(world)
+    world.tree.evict(20)
+    run(world, world.enqueue(None, (2, 0, 1, 1)))
+    finish_all_running(world)
+    run(world, world.enqueue(None, (0,) * 6))
+    assert (on_device(world, (1, 0, 1)), on_device(world, (2, 0, 1))) == (0, 3)
+    assert world.ledger.free - 1 < 3, "there is no room for both"
+    for tokens in ((1, 0, 1, 0), (2, 0, 1, 0)):
+        world.enqueue(None, tokens)
+    world.tiers.step([request.wish for request in world.queue])
+    assert on_device(world, (1, 0, 1)) == 3
+    world.check()
+
+
+def test_what_a_waiting_request_wants_is_as_young_as_any() -> None:
+    world = world_with(40, 60)
+    for tokens in ((1, 0), (2, 0), (3, 0)):
+        run(world, world.enqueue(None, tokens))
+        finish_all(world)
+    world.settle()
+    waiting = world.enqueue(None, (1, 0, 3))
+    assert waiting is not None
+    world.tree.match(world.tree.base, tokens_of((4,)))  # time goes on
+    world.tiers.step([waiting.wish])
+    seen = world.tree.peek(world.tree.base, tokens_of((1, 0)))[-1]
+    value = world.tree.policy.value(seen)
+    world.tree.match(world.tree.base, tokens_of((4,)))
+    world.tiers.step([waiting.wish])
+    assert world.tree.policy.value(seen) == value, "when it comes, not as long as it waits"
+    world.tree.evict(world.tree.base.kv_pages - 2)
+    assert [on_device(world, tokens) for tokens in ((1, 0), (2, 0), (3, 0))] == [2, 0, 0]
+    world.check()
 
 
 def test_kv_that_is_cheaper_to_compute_stays() -> None:
