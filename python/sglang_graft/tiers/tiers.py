@@ -52,8 +52,9 @@ class Tiers:
             if self.prefetch.is_new(wish):
                 self.tree.expect(wish.node, wish.tokens, salt=wish.salt)
         if self.write_back is not None:
-            # Before any load: what has come in since the last pass may be what a load evicts.
-            self.write_back.run()
+            # Before any load: what has come in since the last pass may be what a load evicts. But
+            # an image that a load is about to read stays, or it would be read again for ever.
+            self.write_back.run(self.prefetch.spared())
         self.prefetch.consider(wishes)
         if self.idle is not None and not wishes:
             self.idle.run()

@@ -17,7 +17,7 @@ the device keeps anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from sglang_graft.cache import Node, State, UnifiedTree
@@ -42,8 +42,8 @@ class WriteBack:
     _inserted: int = 0
     """`tree.inserted_pages` at the last pass."""
 
-    def run(self) -> None:
-        """One scheduling pass."""
+    def run(self, spare: Collection[int] = ()) -> None:
+        """One scheduling pass. Copies of nodes whose serials are in `spare` make no room."""
         host = self.tree.host
         assert host is not None, "write-back needs a host tier"
         busy, seen = self.transfers.pages_under_way(Way.STORE), 0
@@ -64,7 +64,7 @@ class WriteBack:
                     return
                 if not room and seen > self.ahead:
                     return
-                if host.add(node, len(node.pages)) is None:
+                if host.add(node, len(node.pages), spare=spare) is None:
                     return
                 self.transfers.store(node)
                 busy += len(node.pages)

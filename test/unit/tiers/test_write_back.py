@@ -90,6 +90,24 @@ def test_what_came_in_is_copied_before_a_load_may_evict_it() -> None:
     world.check()
 
 
+def test_an_image_that_a_request_waits_for_is_not_displaced() -> None:
+    world = World(8, 5, lookahead=1, follow_seconds=-1.0)
+    for number in range(3):
+        world.register(number, 2 + number)
+        world.settle()
+    for number in range(3):
+        world.enqueue(number, (0,))
+    world.enqueue(None, (0,))
+    world.step()
+    for _ in range(30):  # each answer is KV that would like to have a copy
+        world.settle()
+        world.step()
+        world.check()
+        world.finish(0)
+    assert not world.queue
+    world.check()
+
+
 def test_pages_that_come_back_are_not_new() -> None:
     world = World(40, 40)
     serve(world, (0, 1, 2))
