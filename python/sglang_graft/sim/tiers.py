@@ -17,8 +17,9 @@ from sglang_graft.tiers.copies import Way
 from sglang_graft.tiers.counters import Counters
 from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import Images
-from sglang_graft.tiers.prefetch import Prefetch, Wish
+from sglang_graft.tiers.prefetch import Prefetch
 from sglang_graft.tiers.transfers import Transfers
+from sglang_graft.tiers.wish import Wish
 from sglang_graft.tiers.write_back import WriteBack
 
 # One pass reads the image, one loads the weights, each promotes KV; and one to spare.

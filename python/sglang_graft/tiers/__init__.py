@@ -7,7 +7,7 @@ from sglang_graft.tiers.histogram import SECONDS, Histogram
 from sglang_graft.tiers.host_pool import HostPool
 from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import AdapterChangedError, Images
-from sglang_graft.tiers.prefetch import Need, Prefetch, Wish
+from sglang_graft.tiers.prefetch import Prefetch
 from sglang_graft.tiers.rates import MeasuredRates, Rates
 from sglang_graft.tiers.read_ahead import ReadAhead
 from sglang_graft.tiers.reserve import Reserve
@@ -16,6 +16,7 @@ from sglang_graft.tiers.store import AdapterStore, Packed
 from sglang_graft.tiers.tiers import Tiers
 from sglang_graft.tiers.transfers import Transfers
 from sglang_graft.tiers.warm import Step, look_ahead, to_device, to_host
+from sglang_graft.tiers.wish import Need, Wish
 from sglang_graft.tiers.write_back import WriteBack
 
 __all__ = [

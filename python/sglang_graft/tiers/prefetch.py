@@ -10,9 +10,8 @@ an adapter that was registered fits into an empty pool. A read from disk blocks 
 
 from __future__ import annotations
 
-import enum
+import math
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,11 +20,11 @@ from pathlib import Path
 
 from sglang_graft.cache import AdapterNode, Node, State, UnifiedTree
 from sglang_graft.cache.runs import TOKEN_BYTES
-from sglang_graft.cache.shares import Share
 from sglang_graft.tiers.counters import Counters
 from sglang_graft.tiers.images import Images
 from sglang_graft.tiers.rates import Rates
 from sglang_graft.tiers.transfers import Transfers
+from sglang_graft.tiers.wish import Need, Wish
 
 PATIENCE = 4
 LOOKAHEAD = 16
@@ -38,31 +37,6 @@ to 20 ms) before its batch can run, so most of the copy is over by then; being p
 request a step or two."""
 THRASH_WINDOW = 64
 """Ticks of the tree's clock within which a load after an eviction counts as thrash."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Wish:
-    """A waiting request: `key` is its id, `tokens` its prompt, `salt` the client's cache space.
-
-    Its adapter is loaded as pages of `share`, None is the common one.
-    """
-
-    key: str
-    node: AdapterNode
-    tokens: array[int]
-    salt: str = ""
-    share: Share | None = None
-
-
-class Need(enum.Enum):
-    """What a wish waits for."""
-
-    NOTHING = "nothing"
-    DISK = "disk"  # its image is being read
-    COPY = "copy"  # its bytes are on their way to the device
-    ROOM = "room"  # no pages for its adapter now
-    CAP = "cap"  # no pages for its adapter below the cap of its share: nobody else can help
-    FAILED = "failed"  # its image could not be read
 
 
 @dataclass(slots=True)
@@ -107,6 +81,9 @@ class Prefetch:
     _pass: int = 0
     _full: bool = False
     """Whether KV found no room in this pass."""
+    _no_room_for: float = math.inf
+    """The fewest pages of an adapter that found no room beside what all wishes want, in this pass.
+    As many find none either: until the next pass, room only becomes less."""
     _blocker: str | None = None
 
     def consider(self, wishes: Sequence[Wish]) -> None:
@@ -114,6 +91,7 @@ class Prefetch:
         self._pass += 1
         self._passed_over = []
         self._full = False
+        self._no_room_for = math.inf
         self._blocker = None
         self._wishes = list(wishes[: self.lookahead])
         self._ahead = {wish.key for wish in self._wishes}
@@ -222,12 +200,16 @@ class Prefetch:
             return Need.DISK
         if not host.is_readable(node):
             return Need.DISK
-        share = wish.share
+        share, overdue = wish.share, self._is_overdue(wish)
+        if not overdue and share is None and node.weight_pages >= self._no_room_for:
+            return Need.ROOM
         # One that is overdue spares only those before it: two of them that do not fit into the pool
         # together would take it from each other for ever.
-        with self._wanted_held(self._before(wish) if self._is_overdue(wish) else self._wishes):
+        with self._wanted_held(self._before(wish) if overdue else self._wishes):
             pages = self.tree.load(node, use_reserve=False, share=share)
         if pages is None:
+            if not overdue and share is None:
+                self._no_room_for = min(self._no_room_for, node.weight_pages)
             capped = share is not None and share.over_cap(node.weight_pages) > 0
             return Need.CAP if capped else Need.ROOM
         self.transfers.load(node)

@@ -12,10 +12,11 @@ from sglang_graft.tiers.copies import Way
 from sglang_graft.tiers.counters import Counters, TierCounts
 from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import Images
-from sglang_graft.tiers.prefetch import Prefetch, Wish
+from sglang_graft.tiers.prefetch import Prefetch
 from sglang_graft.tiers.rates import MeasuredRates
 from sglang_graft.tiers.store import Packed
 from sglang_graft.tiers.transfers import Transfers
+from sglang_graft.tiers.wish import Wish
 from sglang_graft.tiers.write_back import WriteBack
 
 
