@@ -3,9 +3,9 @@
 A request whose bytes are about to land starts, and its forward waits for them on the device. Any
 other is passed over, so that later ones run meanwhile. How long that may go on is bounded: after
 `patience` passes in which a later request was let through, the request takes whatever nobody holds
-and nobody before it wants (KV on the host is then left there and computed anew), and as soon as its
-adapter's image is in host memory, nobody behind it starts before it does. What runs then ends, and
-an adapter that was registered fits into an empty pool. A read from disk blocks nobody.
+and nobody before it wants, and as soon as its adapter's image is in host memory, nobody behind it
+starts before it does. What runs then ends, copies land, KV is brought for it in a bounded number of
+passes, and an adapter that was registered fits into an empty pool. A read from disk blocks nobody.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Prefetch:
             return Need.ROOM if wish.node.pages or host.is_readable(wish.node) else Need.DISK
         path = self.tree.peek(wish.node, wish.tokens, salt=wish.salt)
         on_its_way = any(node.pages and not self.tree.is_landed(node) for node in path)
-        return Need.COPY if on_its_way and not self._is_overdue(wish) else Need.NOTHING
+        return Need.COPY if on_its_way else Need.NOTHING
 
     def _follow(self, wish: Wish) -> bool:
         """Let the next forward wait for what this wish still waits for, if that is short."""
@@ -219,18 +219,16 @@ class Prefetch:
 
     def _bring_kv(self, wish: Wish) -> bool:
         """Promote what is worth it; whether KV of this wish is on its way."""
-        state = self._states[wish.key]
-        hurry = state.overtaken >= self.patience
         begun, depth = False, 0
         path = self.tree.peek(wish.node, wish.tokens, salt=wish.salt)
         for place, node in enumerate(path):
             if not node.pages:
-                if not hurry and self.host_kv and self._may_promote(state):
+                if self.host_kv and self._may_promote(self._states[wish.key]):
                     begun |= self._promote_worthy(wish, path[place:], depth)
                 break
             begun |= not self.tree.is_landed(node)
             depth += len(node.key) // TOKEN_BYTES
-        return begun and not hurry
+        return begun
 
     def _may_promote(self, state: _Waiting) -> bool:
         """A request that waits for room shall not have used up its passes when there is some."""

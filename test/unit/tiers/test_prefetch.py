@@ -274,6 +274,28 @@ def test_a_full_pool_is_tried_by_one_of_all_that_wait() -> None:
     assert tried == [6, 6, 2, 2, 2, 2]
 
 
+def test_who_was_overtaken_too_often_still_gets_its_kv_from_the_host() -> None:
+    world = world_with(14, 60, 4, patience=1)
+    run(world, world.enqueue(0, (1, 0, 1)))
+    finish_all(world)
+    world.tree.evict(20)
+    run(world, world.enqueue(None, (0,) * 9))  # beside it an adapter of 4 pages has no room
+    waiting = world.enqueue(0, (1, 0, 1, 1))
+    assert waiting is not None
+    for _ in range(3):
+        world.enqueue(None, (1,))
+        world.step()
+        world.check()
+        if len(world.running) > 1:
+            world.finish(1)
+        world.copier.drain()
+    assert world.prefetch.overtaken(waiting.key) >= 1
+    assert waiting in world.queue
+    finish_all_running(world)
+    run(world, waiting)
+    assert waiting.cached == 3
+
+
 def on_device(world: World, run: tuple[int, ...]) -> int:
     """Pages of the prefix that are on the device, or on their way."""
     return sum(len(node.pages) for node in world.tree.peek(world.tree.base, tokens_of(run)))
