@@ -38,9 +38,9 @@ def versions(device: str, commit: str | None = None) -> dict[str, Any]:
     )
     if device == "cuda":
         found["cuda"] = torch.version.cuda
-        found["driver"] = _output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-        )
+        # A line for each GPU.
+        drivers = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
+        found["driver"] = ", ".join(dict.fromkeys(drivers.splitlines())) or None
     return found
 
 

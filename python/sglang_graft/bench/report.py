@@ -88,7 +88,7 @@ def _about(found: Sequence[Row]) -> Iterator[str]:
     commits: dict[str, list[str]] = {}
     for row in found:
         for result in row.results:
-            versions = dict(result["about"]["versions"])
+            versions = _once(result["about"]["versions"])
             commit = str(versions.pop("commit", None) or "unknown")
             commit += " with changes" if versions.pop("commit_dirty", None) else ""
             same = json.dumps(result["about"] | {"versions": versions}, sort_keys=True)
@@ -100,6 +100,14 @@ def _about(found: Sequence[Row]) -> Iterator[str]:
         yield f"Measured on: {about['machine']}. Model: {about['model']}, {about['dtype']}."
         yield f"Versions: {', '.join(names)}."
         yield f"Commits: {', '.join(dict.fromkeys(measured))}."
+
+
+def _once(versions: dict[str, Any]) -> dict[str, Any]:
+    """Of a machine with several GPUs older files have the driver's version once for each."""
+    driver = versions.get("driver")
+    if not driver:
+        return dict(versions)
+    return versions | {"driver": ", ".join(dict.fromkeys(driver.split()))}
 
 
 def _table(found: Sequence[Row], place: Place) -> Iterator[str]:

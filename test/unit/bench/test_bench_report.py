@@ -147,6 +147,15 @@ def test_remarks_of_the_folder_are_in_its_report(results: Results) -> None:
     assert "\n\nA person's words.\n\n## Do the sides agree?" in report(results.folder)
 
 
+def test_machines_that_differ_in_nothing_are_told_once(results: Results) -> None:
+    for rate, driver in ((2.0, "580.1\n580.1"), (4.0, "580.1")):
+        about = ABOUT | {"versions": {"torch": "2.0", "commit": f"c{rate:g}", "driver": driver}}
+        results.write(unit("graft:cost", rate), result(100.0) | {"about": about})
+    text = report(results.folder)
+    assert text.count("driver 580.1") == 1
+    assert "Commits: c2, c4." in text
+
+
 def test_the_best_of_one_split_is_no_best(results: Results) -> None:
     (results.folder / "units" / f"{unit('stock:16', 2.0).key}.json").unlink()
     text = report(results.folder)
