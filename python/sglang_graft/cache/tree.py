@@ -177,7 +177,9 @@ class UnifiedTree(TreePages):
         """
         if adapter.dropped:
             return
-        for node in (adapter, *self.peek(adapter, tokens, salt=salt)):
+        path = self.peek(adapter, tokens, salt=salt)
+        # The base model never leaves, and its prompts mostly share nothing.
+        for node in path if adapter is self._base else (adapter, *path):
             node.last_use = self._clock
             self.policy.expected(node, self._clock)
             if self.host is not None and node.host is not None:
