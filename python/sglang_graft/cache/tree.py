@@ -175,11 +175,10 @@ class UnifiedTree(TreePages):
         The adapter and what is cached of the prefix, wherever it is, are as young as any from now
         on. They could leave while it waits, otherwise, as they were used long ago.
         """
-        if adapter.dropped:
-            return
         path = self.peek(adapter, tokens, salt=salt)
-        # The base model never leaves, and its prompts mostly share nothing.
-        for node in path if adapter is self._base else (adapter, *path):
+        if adapter.dropped or (adapter is self._base and not path):
+            return  # the base model itself never leaves
+        for node in (adapter, *path):
             node.last_use = self._clock
             self.policy.expected(node, self._clock)
             if self.host is not None and node.host is not None:
