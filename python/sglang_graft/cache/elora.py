@@ -22,7 +22,8 @@ class Elora(EvictionPolicy):
     Different from the paper: eviction happens when room is needed, not by a swapper every 100 ms
     that holds the pool between 70 % and full; a node is not cut into equal blocks; time is the
     logical clock, `ticks` of it a unit of idle time, and the 5 s of the window are requests. The
-    weight of an adapter's priority is one more factor.
+    weight of an adapter's priority is one more factor. As printed, a node is idle since its last
+    visit, also while a request waits for it.
 
     Values are logarithms. The factor of idle time is taken relative to exp(-now / ticks), which
     changes no order and makes values rise with time where the printed ones all fall.
@@ -60,11 +61,6 @@ class Elora(EvictionPolicy):
             self._seen[node.serial] = node
             self._recent.append(node.serial)
             self._since += 1
-
-    def expected(self, node: Node, clock: int) -> None:
-        """The time runs from now."""
-        self._now = max(self._now, clock)
-        node.used_at = clock
 
     def loaded(self, adapter: AdapterNode, clock: int) -> None:
         """The time runs from the load."""

@@ -61,8 +61,8 @@ class TreePages(EvictablePages):
         """Take pages for KV that is on the host alone: owner IN_FLIGHT until `landed`.
 
         Its parent must be on the device or on its way, and its host copy readable. Evicts as `load`
-        does. Returns None, with nothing changed, if there is no room now. Counts as a use of its
-        path, or it would be the next victim. The node may be evicted or split before the copy
+        does. Returns None, with nothing changed, if there is no room now. Its path is as young as
+        any then, or it would be the next victim. The node may be evicted or split before the copy
         lands; `landed` is for the pages that are still its own.
         """
         parent, copy = node.parent, node.host
@@ -74,11 +74,12 @@ class TreePages(EvictablePages):
         self.lock(parent)  # what follows may evict, but not the path to this node
         pages = self._take(len(copy.pages), node.share, Reason.PROMOTION, use_reserve=use_reserve)
         if pages is not None:
-            clock, step = self._tick(), node
-            step.last_use = clock
-            while step.parent is not None:
-                step = step.parent
+            clock = self._tick()
+            step: Node | None = node
+            while step is not None:
                 step.last_use = clock
+                self.policy.expected(step, clock)
+                step = step.parent
             self._place(node, pages, self.ledger.last_forward(pages))
         self.unlock(parent)
         return pages

@@ -44,7 +44,8 @@ class EvictionPolicy:
         """
 
     def expected(self, node: Node, clock: int) -> None:
-        """A request that will read it has come and waits: it is as young as any, and no visit."""
+        """A request that will read it has come and waits, or it is brought to the device for one:
+        it is as young as any, and this is no visit."""
 
     def loaded(self, adapter: AdapterNode, clock: int) -> None:
         """An adapter got pages; nobody may have asked for it yet."""

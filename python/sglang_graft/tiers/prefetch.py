@@ -28,9 +28,12 @@ from sglang_graft.tiers.wish import Need, Wish
 
 PATIENCE = 4
 LOOKAHEAD = 16
-PROMOTIONS = 2
-"""Passes in which KV is promoted for one request; after that it starts with what is there. As many
-may find no room; while the pool stays full, one of all that wait tries again in each pass."""
+PROMOTIONS = 8
+"""Passes in which KV is promoted for one request, as it may leave again before the request starts;
+after that the request starts with what is there."""
+REFUSALS = 2
+"""Passes in which KV may find no room; while the pool stays full after that, one of all requests
+that wait tries again in each pass."""
 FOLLOW_SECONDS = 8e-3
 """A forward waits for bytes that land sooner than this. A pass comes about one step of decoding (6
 to 20 ms) before its batch can run, so most of the copy is over by then; being passed over costs a
@@ -234,7 +237,7 @@ class Prefetch:
         """A request that waits for room shall not have used up its passes when there is some."""
         if state.promotions >= PROMOTIONS:
             return False
-        return state.refused < PROMOTIONS or not self._full
+        return state.refused < REFUSALS or not self._full
 
     def _promote_worthy(self, wish: Wish, path: Sequence[Node], depth: int) -> bool:
         """Promote from the top of `path`, which starts `depth` tokens down, what is cheaper to copy

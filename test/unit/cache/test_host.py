@@ -5,7 +5,15 @@ from string import ascii_lowercase
 
 import pytest
 
-from sglang_graft.cache import AdapterNode, Lru, Node, State, UnifiedTree
+from sglang_graft.cache import (
+    AdapterNode,
+    Lru,
+    Node,
+    Prices,
+    State,
+    UnifiedTree,
+    make_policy,
+)
 from sglang_graft.cache.eviction import GROUP
 from sglang_graft.pool.ledger import Owner, PageLedger
 
@@ -13,10 +21,11 @@ from sglang_graft.pool.ledger import Owner, PageLedger
 class Pool:
     """A tree with a host side; copies land at once."""
 
-    def __init__(self, pages: int = 20, host_pages: int = 10) -> None:
+    def __init__(self, pages: int = 20, host_pages: int = 10, policy: str = "lru") -> None:
         self.ledger = PageLedger(pages + 1)
         self.host_ledger = PageLedger(host_pages + 1)
-        self.tree = UnifiedTree(self.ledger, page_tokens=2, policy=Lru(), host=self.host_ledger)
+        chosen = make_policy(policy, Prices(page_bytes=8, page_tokens=2, host_tier=True))
+        self.tree = UnifiedTree(self.ledger, page_tokens=2, policy=chosen, host=self.host_ledger)
         assert self.tree.host is not None
         self.host = self.tree.host
 
@@ -133,15 +142,33 @@ def test_promotion_and_landing(pool: Pool) -> None:
     pool.check()
 
 
-def test_what_was_promoted_is_not_the_next_victim(pool: Pool) -> None:
-    node = pool.put("ab")
+@pytest.mark.parametrize("policy", ["cost", "lru"])
+def test_what_was_promoted_is_not_the_next_victim(policy: str) -> None:
+    pool = Pool(pages=9, policy=policy)
+    node = pool.put("abc")
     pool.copy(node)
-    pool.tree.evict(2)
-    other = pool.put("xyz")
-    pool.tree.landed(pool.tree.promote(node) or [])
     pool.tree.evict(3)
-    assert other.pages == []
-    assert pool.cached("ab") == 2
+    others = [pool.put(text) for text in ("uvw", "xyz", "rst")]
+    pool.tree.landed(pool.tree.promote(node) or [])  # the first of the others makes room
+    pool.tree.evict(6)
+    assert [other.pages for other in others] == [[], [], []]
+    assert pool.cached("abc") == 3
+    pool.check()
+
+
+@pytest.mark.parametrize("policy", ["cost", "lru"])
+def test_what_a_request_waits_for_is_not_the_next_victim(policy: str) -> None:
+    pool = Pool(policy=policy)
+    node, other = pool.put("abc"), pool.put("uvw")
+    for held in (node, other):
+        pool.tree.lock(held)
+    pool.put("xyz")
+    pool.tree.evict(3)  # time goes on, for every policy
+    for held in (node, other):
+        pool.tree.unlock(held)
+    pool.tree.expect(pool.tree.base, pool.tokens("abcd"))
+    pool.tree.evict(3)
+    assert (len(node.pages), len(other.pages)) == (3, 0)
     pool.check()
 
 

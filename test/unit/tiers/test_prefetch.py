@@ -296,6 +296,23 @@ def test_who_was_overtaken_too_often_still_gets_its_kv_from_the_host() -> None:
     assert waiting.cached == 3
 
 
+def test_kv_that_left_again_while_its_request_waited_is_brought_again() -> None:
+    world = world_with(20, 60)
+    run(world, world.enqueue(None, (1, 0, 1)))
+    finish_all(world)
+    world.tree.evict(20)
+    waiting = world.enqueue(None, (1, 0, 1, 1))
+    assert waiting is not None
+    for _ in range(4):  # it is looked at, and does not start
+        world.tiers.step([waiting.wish])
+        world.copier.drain()
+        assert on_device(world, (1, 0, 1)) == 3
+        world.tree.evict(20)
+        world.check()
+    run(world, waiting)
+    assert waiting.cached == 3
+
+
 def on_device(world: World, run: tuple[int, ...]) -> int:
     """Pages of the prefix that are on the device, or on their way."""
     return sum(len(node.pages) for node in world.tree.peek(world.tree.base, tokens_of(run)))
