@@ -8,14 +8,14 @@ TTFT is an estimate on top: the requests come when the schedule says, prefills t
 device, copies take turns on the link, reads on the disk. With prefetch a request's reads and copies
 start when it comes; without, when its turn has come, and the device waits for them.
 
-Who knows better when requests are admitted and end (`steps`) calls `expect`, `begin_pass`, `admit`,
-`grow`, `retract` and `end` and leaves `run`, its schedule and its TTFT aside.
+Who knows better when requests are admitted and end (`steps`) calls `begin_pass`, `may_start`,
+`admit`, `here_at`, `grow`, `retract` and `end` and leaves `run`, its schedule and its TTFT aside.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,9 +23,11 @@ from sglang_graft.cache import AdapterNode, EvictionPolicy, Node, State, Unified
 from sglang_graft.cache.rates import Rates
 from sglang_graft.cache.runs import TOKEN_BYTES
 from sglang_graft.pool.ledger import Owner, PageLedger
+from sglang_graft.sim.links import Links
 from sglang_graft.sim.schedule import Schedule, Server
 from sglang_graft.sim.tiers import DeviceAlone, Moved, ThreeTiers, Tiers
 from sglang_graft.sim.trace import Demand, Trace
+from sglang_graft.tiers.wish import Wish
 
 # Appended to an adapter's name where its KV is kept apart from its weights.
 _SPACE = "/kv"
@@ -43,9 +45,9 @@ class Totals:
     requests: int = 0
     prompt_tokens: int = 0
     device_tokens: int = 0
-    """Prompt tokens whose KV was on the device."""
+    """Prompt tokens whose KV was on the device, when the request came."""
     host_tokens: int = 0
-    """Prompt tokens whose KV came from the host."""
+    """Others that were cached when it was admitted: from the host, or computed meanwhile."""
     adapter_hits: int = 0
     """Requests that found their adapter; who comes back after a retraction is not counted again."""
     adapter_loads: int = 0
@@ -109,11 +111,15 @@ class Replay:
     tiers: Tiers = field(init=False)
     _running: dict[int, _Running] = field(default_factory=dict)
     _free_at: float = 0.0
-    _link_at: float = 0.0
-    _disk_at: float = 0.0
+    links: Links = field(init=False)
+    _wishes: dict[tuple[int, int], Wish] = field(default_factory=dict)
+    _found: dict[int, tuple[bool, int]] = field(default_factory=dict)
+    """With a host tier, of requests that waited: whether the device had their weights when they
+    came, and how many tokens of their prompts."""
 
     def __post_init__(self) -> None:
         sizes = self.trace.sizes
+        self.links = Links(self.server.rates)
         self.ledger = PageLedger(self.server.pages + 1)
         host = PageLedger(self.host_pages + 1) if self.host_pages else None
         self.tree = UnifiedTree(
@@ -124,7 +130,8 @@ class Replay:
             chunk = sizes.pages_for(self.server.chunk_tokens)
             ahead = max(_AHEAD_CHUNKS * chunk, self.server.pages // _AHEAD_SHARE)
             ahead = min(ahead, self.server.pages)
-            self.tiers = ThreeTiers(self.tree, self.server.rates, sizes.page_bytes, ahead)
+            most = {} if self.prefetch else {"lookahead": 1}
+            self.tiers = ThreeTiers(self.tree, self.server.rates, sizes.page_bytes, ahead, **most)
         for index, spec in enumerate(self.trace.workload.adapters):
             pages = self.trace.weight_pages(index)
             if host is not None and pages > host.total:
@@ -161,15 +168,40 @@ class Replay:
         self.ledger.check_invariants()
         self.tiers.check_invariants()
 
-    def expect(self, index: int) -> None:
-        """The request has come, and waits."""
-        adapter, usable = self._asked(index)
-        self.tree.expect(self._space(adapter), usable)
+    def begin_pass(self, queue: Sequence[tuple[int, int]], now: float) -> None:
+        """The scheduler turns to its queue, requests and tokens that each has made: what is about
+        to leave is copied, and what the first ones need begins to move."""
+        self.tiers.begin_pass([self._wish(*waiting) for waiting in queue])
+        page, totals = self.trace.sizes.page_bytes, self.totals
+        for node, pages, is_read in self.tiers.begun():
+            size = pages * page
+            if is_read:
+                totals.disk_reads += 1
+                totals.disk_bytes += size
+                totals.disk_seconds += self.links.read(node, size, now)
+            else:
+                totals.adapter_loads += isinstance(node, AdapterNode)
+                totals.h2d_bytes += size
+                totals.h2d_seconds += self.links.copy(node, size, now)
 
-    def begin_pass(self) -> None:
-        """The scheduler turns to its queue: what is about to leave is copied now, or not before the
-        next time."""
-        self.tiers.begin_pass()
+    def may_start(self, index: int, made: int) -> bool:
+        """Whether a request of the queue may be admitted in this pass; ask in its order."""
+        return self.tiers.may_start(self._wish(index, made))
+
+    def here_at(self, index: int, made: int) -> float:
+        """When all that it found has landed, if it is admitted now."""
+        wish = self._wish(index, made)
+        return self.links.here_at((wish.node, *self._landed(wish.node, wish.tokens)))
+
+    def _wish(self, index: int, made: int) -> Wish:
+        found = self._wishes.get((index, made))
+        if found is None:
+            adapter, usable = self._asked(index)
+            found = self._wishes[index, made] = Wish(f"{index} {made}", adapter, usable)
+            if self.tree.host is not None:
+                here = sum(len(n.key) for n in self._landed(adapter, usable)) // TOKEN_BYTES
+                self._found.setdefault(index, (adapter.state is State.RESIDENT, here))
+        return found
 
     @property
     def rates(self) -> Rates:
@@ -200,8 +232,9 @@ class Replay:
             self.tree.use(match.node)
             if space is not adapter:
                 self.tree.use(adapter)
+            warm, here = self._found.get(index, (self.tiers.moved.weights == before.weights, here))
             self._count(demand, min(here, known), known)
-            self.totals.adapter_hits += self.tiers.moved.weights == before.weights
+            self.totals.adapter_hits += warm
         upto = demand.total if made is None else demand.prompt + made + 1
         self._keep(index, adapter, match.node, tokens[:upto], known)
         if not self.dependency_rule:
@@ -218,11 +251,11 @@ class Replay:
     def _promote_idle(self, now: float, until: float) -> None:
         """While the link is free and nobody waits."""
         page_s = self.rates.load_seconds(self.trace.sizes.page_bytes)
-        start = max(now, self._link_at)
+        start = max(now, self.links.link_at)
         most = int((until - start) / page_s)
         if most > 0:
             pages = self.tiers.promote_idle(most)
-            self._link_at = start + pages * page_s
+            self.links.link_at = start + pages * page_s
             self.totals.idle_bytes += pages * self.trace.sizes.page_bytes
 
     def _nobody_waits_until(self) -> list[float]:
@@ -360,20 +393,10 @@ class Replay:
     def _time(self, index: int, service: Service) -> None:
         """One more request through disk, link and device."""
         ready = self.plan.ready_s[index]
-        copied = self.landed(ready if self.prefetch else max(ready, self._free_at), service)
+        start = ready if self.prefetch else max(ready, self._free_at)
+        copied = self.links.landed(start, service.disk, service.copy)
         self._free_at = max(copied, self._free_at) + service.prefill
         self.ttft_s[index] = self._free_at - ready
-
-    def landed(self, start: float, service: Service) -> float:
-        """When everything is on the device that may be read and copied from `start` on: reads
-        take turns on the disk, copies on the link."""
-        read = start
-        if service.disk:
-            read = self._disk_at = max(start, self._disk_at) + service.disk
-        copied = read
-        if service.copy:
-            copied = self._link_at = max(read, self._link_at) + service.copy
-        return copied
 
 
 def summary(totals: Totals, ttft_s: list[float]) -> dict[str, Any]:

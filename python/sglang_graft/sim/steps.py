@@ -4,19 +4,20 @@ The order is that of SGLang's scheduler. A forward is a prefill or a decode step
 first: the prompts that are admitted and whose bytes have landed, in order of landing, up to
 `chunk_tokens` tokens in all; what is left of them goes with the next forward. Decode stands still
 meanwhile. Otherwise a decode step takes all running requests one token further. Whoever comes waits
-for the rest of the forward under way, and is admitted when it fits: first come, first served.
+for the rest of the forward under way. Before each forward there is a pass over the queue, with the
+server's own prefetch and write-back: the first of it have weights and KV brought, who finds no room
+for its weights is passed over, and the others are admitted in their order while they fit.
 
-It fits when its weights, its prompt and its whole answer have room beside the pages that others
-hold and those kept for their answers (`reserve`). Once somebody did not fit, nobody is tried until
-a request ends, or the first prompts of an idle server are computed. Answers take their pages as
-they grow. When there are none left, the request that has made the fewest tokens is retracted: it
+A request fits when its weights, its prompt and its whole answer have room beside the pages that
+others hold and those kept for their answers (`reserve`). Once somebody did not fit, nobody is tried
+until a request ends, or the first prompts of an idle server are computed. Answers take their pages
+as they grow. When there are none left, the request that has made the fewest tokens is retracted: it
 gives back its pages, queues behind all that have come, and computes its prompt and those tokens
 again.
 
-What a request finds in the caches and what has to be moved for it is the replay's answer at the
-moment of its admission, so that requests that hold their pages longer are in others' way there too.
-What came in since the forward before is copied to the host, as far as the server does it in a pass,
-before anybody is admitted.
+What a request finds in the caches is the replay's answer at the moment of its admission, so that
+requests that hold their pages longer are in others' way there too. What is moved is on the device
+at once as far as the tree is concerned; a request's first forward comes when it has landed.
 
 Decode steps between two events have the same requests, and are taken at once.
 """
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -33,6 +34,9 @@ from sglang_graft.sim.replay import Replay
 from sglang_graft.sim.reserve import MOST_TOKENS, Reserve
 from sglang_graft.sim.schedule import Clock, Held
 from sglang_graft.sim.trace import Demand
+
+# On an idle server one pass reads an adapter and one loads it; with some to spare.
+_PASSES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +111,7 @@ class _Prompt:
 class _Gpu:
     """clock.running: (the step after which it ends, request).   landing: (when, request, cached
     tokens) of the admitted whose bytes are under way.   retracted: tokens that each of these had
-    made, until it has computed them again.   expected: requests that have come."""
+    made, until it has computed them again.   queue: (when it came, request), by that."""
 
     run: Replay
     steps: Steps
@@ -118,11 +122,11 @@ class _Gpu:
     prompt_of: list[Demand] = field(init=False)  # a demand without its answer
     reserve: Reserve = field(default_factory=Reserve)
     is_full: bool = False
+    queue: list[tuple[float, int]] = field(default_factory=list)
     landing: list[tuple[float, int, int]] = field(default_factory=list)
     landed_at: dict[int, float] = field(default_factory=dict)  # by adapter
     prompts: list[_Prompt] = field(default_factory=list)
     retracted: dict[int, int] = field(default_factory=dict)
-    expected: set[int] = field(default_factory=set)
     steps_done: int = 0
 
     def __post_init__(self) -> None:
@@ -147,8 +151,6 @@ class _Gpu:
         while self.clock.running and self.clock.running[0][0] <= self.steps_done:
             _, request = heapq.heappop(self.clock.running)
             self._end(request)
-        self._expect()
-        self.run.begin_pass()
         event = self._admit()
         while self.landing and self.landing[0][0] <= self.now:
             _, request, known = heapq.heappop(self.landing)
@@ -159,7 +161,9 @@ class _Gpu:
         if self.prompts:
             self._prefill()
         elif self.clock.running:
-            self._decode(event)
+            # Who was passed over is looked at again after the next step.
+            passed_over = self.queue and not self.is_full
+            self._decode(self.now if passed_over else event)
         elif event < math.inf:
             self.now = event
             if not self.landing:
@@ -169,37 +173,46 @@ class _Gpu:
             return False
         return True
 
-    def _expect(self) -> None:
-        """Whoever has come since the last time."""
-        for came, request in self.clock.waiting:
-            if came <= self.now and request not in self.expected:
-                self.expected.add(request)
-                self.run.expect(request)
-
     def _admit(self) -> float:
-        """Whoever has come and fits; returns when the next one comes, infinity when nobody does or
-        the first one that waits does not fit."""
-        waiting, run, served = self.clock.waiting, self.run, self.served
-        while waiting and not self.is_full:
-            came, request = waiting[0]
-            if came > self.now:
-                return came
-            if self._inside() and not self._fits(request):
+        """Whoever has come and may start; returns when the next one comes, infinity when nobody."""
+        waiting = self.clock.waiting
+        while waiting and waiting[0][0] <= self.now:
+            insort(self.queue, heapq.heappop(waiting))
+        for _ in range(_PASSES):
+            if self._pass() or self._inside() or not self.queue:
+                return waiting[0][0] if waiting else math.inf
+        raise AssertionError(f"none of {len(self.queue)} requests starts on an idle server")
+
+    def _pass(self) -> int:
+        """Admit in the order of the queue, until one does not fit; returns how many."""
+        run, retracted = self.run, self.retracted
+        queue, self.queue = self.queue, []
+        run.begin_pass([(request, retracted.get(request, 0)) for _, request in queue], self.now)
+        for came, request in queue:
+            if self.is_full or not run.may_start(request, retracted.get(request, 0)):
+                self.queue.append((came, request))
+            elif self._inside() and not self._fits(request):
                 self.is_full = True
-                break
-            heapq.heappop(waiting)
-            made = self.retracted.get(request, 0)
-            self.held.add(self.prompt_of[request])
-            service = run.admit(request, made)
-            landed = run.landed(came if run.prefetch else self.now, service)
-            # What an earlier request brings may be part of what this one found.
-            adapter = run.trace.demands[request].adapter
-            landed = max(landed, self.landed_at.get(adapter, 0.0))
-            self.landed_at[adapter] = landed
-            heapq.heappush(self.landing, (landed, request, service.known))
-            if not made:
-                served.ready_s[request], served.cached[request] = came, service.known
-        return math.inf
+                self.queue.append((came, request))
+            else:
+                self._begin(came, request)
+        return len(queue) - len(self.queue)
+
+    def _begin(self, came: float, request: int) -> None:
+        """It is admitted, and its first forward comes when its bytes have landed."""
+        run, served = self.run, self.served
+        made = self.retracted.get(request, 0)
+        self.held.add(self.prompt_of[request])
+        service = run.admit(request, made)
+        start = came if run.prefetch else self.now
+        landed = run.links.landed(start, service.disk, service.copy)
+        # What an earlier request brings may be part of what this one found.
+        adapter = run.trace.demands[request].adapter
+        landed = max(landed, run.here_at(request, made), self.landed_at.get(adapter, 0.0))
+        self.landed_at[adapter] = landed
+        heapq.heappush(self.landing, (landed, request, service.known))
+        if not made:
+            served.ready_s[request], served.cached[request] = came, service.known
 
     def _fits(self, request: int) -> bool:
         """Beside the admitted, of whom those without a first token may still need all they ask."""

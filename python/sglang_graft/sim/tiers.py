@@ -6,6 +6,7 @@ How long a copy or a read takes is the replay's business; here it only happens, 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
@@ -17,7 +18,7 @@ from sglang_graft.tiers.copies import Way
 from sglang_graft.tiers.counters import Counters
 from sglang_graft.tiers.idle import IdlePromotion
 from sglang_graft.tiers.images import Images
-from sglang_graft.tiers.prefetch import Prefetch
+from sglang_graft.tiers.prefetch import LOOKAHEAD, Prefetch
 from sglang_graft.tiers.transfers import Transfers
 from sglang_graft.tiers.wish import Wish
 from sglang_graft.tiers.write_back import WriteBack
@@ -53,8 +54,16 @@ class Tiers(Protocol):
     def step(self, pages: int) -> None:
         """After `pages` were taken or came free to leave: copies of what will leave soon."""
 
-    def begin_pass(self) -> None:
-        """Before the scheduler admits anybody: such copies; from then on, `step` makes none."""
+    def begin_pass(self, queue: Sequence[Wish]) -> None:
+        """Before the scheduler admits anybody: such copies, then what the first of the queue need.
+        From then on `step` makes none, and `bring` brings nothing."""
+
+    def may_start(self, wish: Wish) -> bool:
+        """Whether this one of the queue may be admitted in this pass; ask in its order."""
+
+    def begun(self) -> list[tuple[Node, int, bool]]:
+        """What `begin_pass` has begun to move since the last call: pages of a node, and whether
+        from the disk."""
 
     def promote_idle(self, pages: int) -> int:
         """Nobody waits: bring back about `pages` pages that have room; returns how many."""
@@ -82,8 +91,16 @@ class DeviceAlone:
     def step(self, pages: int) -> None:
         """There is nothing to copy to."""
 
-    def begin_pass(self) -> None:
-        """There is nothing to copy to."""
+    def begin_pass(self, queue: Sequence[Wish]) -> None:
+        """There is nothing to copy to, or from."""
+
+    def may_start(self, wish: Wish) -> bool:
+        """Weights are read when it is admitted."""
+        return True
+
+    def begun(self) -> list[tuple[Node, int, bool]]:
+        """Nothing."""
+        return []
 
     def promote_idle(self, pages: int) -> int:
         """There is nothing to copy from."""
@@ -99,6 +116,8 @@ class _Instant:
 
     tree: UnifiedTree
     moved: Moved
+    begun: list[tuple[Node, int, bool]] = field(default_factory=list)
+    """See `Tiers.begun`."""
     failed: int = 0
 
     def pages_under_way(self, way: Way) -> int:
@@ -111,6 +130,7 @@ class _Instant:
 
     def load(self, node: Node) -> None:
         """From the host to the device."""
+        self.begun.append((node, len(node.pages), False))
         if isinstance(node, AdapterNode):
             self.moved.weights += len(node.pages)
             self.tree.loaded(node)
@@ -130,6 +150,7 @@ class _Instant:
         pages = host.add(node, node.weight_pages, force=True)
         assert pages is not None, f"the host has no room for the image of {name}"
         self.moved.read += len(pages)
+        self.begun.append((node, len(pages), True))
         self._land(node)
 
     def failure(self, node: AdapterNode) -> None:
@@ -145,12 +166,21 @@ class _Instant:
 class ThreeTiers:
     """Device, host and disk, moved by the server's own `Prefetch` and `WriteBack`."""
 
-    def __init__(self, tree: UnifiedTree, rates: Rates, page_bytes: int, ahead: int) -> None:
+    def __init__(
+        self,
+        tree: UnifiedTree,
+        rates: Rates,
+        page_bytes: int,
+        ahead: int,
+        *,
+        lookahead: int = LOOKAHEAD,
+    ) -> None:
         """`ahead` pages of the order of eviction are copied before they have to leave, unless
-        `begin_pass` is called."""
+        `begin_pass` is called, where the first `lookahead` of the queue are looked at."""
         self.tree = tree
         self.moved = Moved()
-        transfers, counters = cast("Transfers", _Instant(tree, self.moved)), Counters()
+        self._instant = _Instant(tree, self.moved)
+        transfers, counters = cast("Transfers", self._instant), Counters()
         self._prefetch = Prefetch(
             tree=tree,
             transfers=transfers,
@@ -159,6 +189,7 @@ class ThreeTiers:
             rates=rates,
             page_bytes=page_bytes,
             paths=lambda node: (str(node.identity), Path()),
+            lookahead=lookahead,
         )
         self._write_back = WriteBack(tree, transfers, counters, ahead, under_way=ahead)
         self._by_pass = write_back(tree, transfers, counters)
@@ -168,10 +199,13 @@ class ThreeTiers:
 
     def bring(self, key: str, adapter: AdapterNode, tokens: array[int]) -> None:
         """See Tiers."""
+        if self._passes:
+            return
         wish = Wish(key, adapter, tokens)
         for _ in range(_PASSES):
             self._prefetch.consider([wish])
             if self._prefetch.may_start(wish):
+                self._instant.begun.clear()
                 return
         raise AssertionError(f"request {key} does not start after {_PASSES} passes")
 
@@ -184,10 +218,23 @@ class ThreeTiers:
             self._due = 0
             self._write_back.run()
 
-    def begin_pass(self) -> None:
-        """See Tiers. As far ahead as the server does it."""
+    def begin_pass(self, queue: Sequence[Wish]) -> None:
+        """See Tiers. As far ahead as the server does it, and in its order."""
         self._passes = True
-        self._by_pass.run()
+        for wish in queue:
+            if self._prefetch.is_new(wish):
+                self.tree.expect(wish.node, wish.tokens)
+        self._by_pass.run(self._prefetch.spared())
+        self._prefetch.consider(queue)
+
+    def may_start(self, wish: Wish) -> bool:
+        """See Tiers."""
+        return self._prefetch.may_start(wish)
+
+    def begun(self) -> list[tuple[Node, int, bool]]:
+        """See Tiers."""
+        found, self._instant.begun = self._instant.begun, []
+        return found
 
     def promote_idle(self, pages: int) -> int:
         """See Tiers."""

@@ -52,20 +52,25 @@ def test_the_host_brings_back_weights_and_kv_by_copies(policy: str) -> None:
     assert (found.totals.host_tokens, found.totals.disk_reads) == (2, 2)
 
 
-def test_what_came_in_between_two_passes_has_no_copy() -> None:
+def test_what_came_in_is_copied_before_the_next_load() -> None:
     run = ready(BETWEEN, 4, host_pages=20).prepared("lru")
-    run.begin_pass()
+    admit = [[(index, 0)] for index in range(3)]
+    for _ in range(2):  # its weights are read in one pass, and loaded in the next one
+        run.begin_pass(admit[0], 0.0)
+    assert run.may_start(0, 0)
     run.admit(0)
     run.end(0)
     assert run.tiers.moved.stored == 0
-    run.admit(1)  # the first one's KV had to leave for it
+    for _ in range(2):
+        run.begin_pass(admit[1], 1000.0)
+    assert run.may_start(1, 0)
+    assert run.tiers.moved.stored, "copied before the load evicts it"
+    run.admit(1)
     run.end(1)
-    assert run.tree.dropped_pages
-    run.begin_pass()
-    assert run.tiers.moved.stored, "and this one's has its copies in time"
-    before = run.tree.dropped_pages
-    run.admit(2)
-    assert run.tree.dropped_pages == before
+    assert run.tree.dropped_pages == 0
+    run.begin_pass(admit[2], 2000.0)
+    assert run.may_start(2, 0)
+    assert run.admit(2).known == 2
     run.end(2)
     run.check_invariants()
 
