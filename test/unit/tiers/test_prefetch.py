@@ -1,11 +1,12 @@
 """Who is let through, who waits for what and for how long, in a pool with a clock of our own."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from helpers_tiers import PAGE_BYTES, Request, World, tokens_of
 
-from sglang_graft.cache import Node, State
+from sglang_graft.cache import AdapterNode, Node, State
 from sglang_graft.pool import Owner
 from sglang_graft.tiers import IdlePromotion
 
@@ -272,6 +273,31 @@ def test_a_full_pool_is_tried_by_one_of_all_that_wait() -> None:
     assert all(request in world.queue for request in waiting)
     # Each once without what any other wants, and once without what those before it want.
     assert tried == [6, 6, 2, 2, 2, 2]
+
+
+def test_adapters_that_find_no_room_are_tried_once_for_all_that_are_as_large() -> None:
+    world = world_with(14, 60, 4, 4, 5, 3)
+    world.tree.evict(20)
+    run(world, world.enqueue(None, (0,) * 11))  # two pages are left beside it
+    for number in (0, 1, 2, 3):
+        world.enqueue(number, (1,))
+    tried: list[int] = []
+    load = world.tree.load
+
+    def counting(node: AdapterNode, **how: Any) -> list[int] | None:
+        tried.append(node.weight_pages)
+        return load(node, **how)
+
+    world.tree.load = counting  # type: ignore[method-assign]
+    for _ in range(2):
+        tried.clear()
+        world.step()
+        assert tried == [4, 3], "4 and 5 pages find no room where 4 did not"
+        world.check()
+    for _ in range(20):
+        finish_all(world)
+        world.step()
+    assert not world.queue
 
 
 def test_who_was_overtaken_too_often_still_gets_its_kv_from_the_host() -> None:
